@@ -1,0 +1,52 @@
+"""What the exchange is told: how deep and where samples wait, how old they may be, how weights travel back."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from headrace.configbase import Config
+
+NonNegative = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(gt=0)]
+
+
+class BufferConfig(Config):
+    """[buffer]: how far rollout may run ahead of training."""
+
+    depth: Literal["none", "double", "queue", "stream"] = "double"
+    """none: alternate; double: one batch ahead; queue: `steps` batches; stream: no bound on steps."""
+    steps: Annotated[int, Meta(ge=1)] = 2
+    """Batches ahead, for depth = queue."""
+    store: Literal["memory", "shared_memory", "redis", "files"] = "memory"
+    max_bytes: NonNegative = 0
+    """Bound of the store; 0: none."""
+
+
+class StalenessConfig(Config):
+    """[staleness]: three independent switches; the third, `correction`, is in [training.correction]."""
+
+    max_version_lag: NonNegative | None = None
+    """Oldest sampled token allowed at `take`, in trained batches behind the trainer."""
+    max_steps_ahead: NonNegative | None = None
+    """Bound on admission, in batches; the tightest of this and the buffer's depth holds."""
+    on_stale: Literal["drop", "recycle"] = "drop"
+    cancel_group: bool = False
+    """Cancel running groups that are too stale already to be trained."""
+
+
+class WeightsConfig(Config):
+    """[weights]: how new weights reach the engines and what becomes of what they are generating."""
+
+    channel: Literal["auto", "in_process", "shared_memory", "collective", "ipc", "filesystem", "http", "mesh"] = "auto"
+    """auto: in_process with the local runtime, shared_memory with processes."""
+    every_steps: Annotated[int, Meta(ge=1)] = 1
+    interruption: Literal["never", "hold", "abort", "drain", "barrier"] = "never"
+    partial: Literal["continue", "resume_prefix", "restore", "recycle", "restart", "none"] = "continue"
+    kv_on_swap: Literal["keep", "recompute"] = "keep"
+    prepare_timeout_s: Seconds = 60.0
+    commit_timeout_s: Seconds = 30.0
+    drain_timeout_s: Seconds = 120.0
+    rejoin_timeout_s: Seconds = 60.0
+    """With no engine left, wait so long for a replacement."""

@@ -1,0 +1,19 @@
+"""What a run records and shows."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from headrace.configbase import Config
+
+
+class ObservabilityConfig(Config):
+    """[observability]: metrics, samples, timeline and the live display."""
+
+    sinks: tuple[Literal["jsonl", "tensorboard", "wandb", "trackio"], ...] = ("jsonl", "tensorboard")
+    samples_every: Annotated[int, Meta(ge=0)] = 5
+    """Write the samples of every n-th step in readable form; 0: never."""
+    display: Literal["auto", "live", "lines", "none"] = "auto"
+    """auto: live on a terminal, else one line per step."""

@@ -1,0 +1,94 @@
+"""What the rollout plane is told: where tasks come from, how they are rendered, who samples, and how groups close."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from headrace.configbase import Config
+
+Positive = Annotated[int, Meta(ge=1)]
+NonNegative = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(gt=0)]
+
+
+class TasksConfig(Config):
+    """[tasks]: where prompts come from."""
+
+    source: str = ""
+    """`sums`, `largest` (built in), `jsonl:PATH`, `hf:FOLDER`, `reasoning_gym:TASK`, or `pkg.module:object`."""
+    prompt_column: str = "prompt"
+    """Column that holds the prompt: a string, or a list of chat messages."""
+    system: str = ""
+    """System message put before string prompts that are rendered as chat."""
+    chat: Literal["auto", "always", "never"] = "auto"
+    """Whether a string prompt goes through the chat template. auto: only lists of messages do."""
+    prefill: str = ""
+    """Text put after the prompt as the start of the answer; not trained on."""
+    shuffle: bool = True
+    epochs: NonNegative = 0
+    """Passes over a finite source; 0 repeats for ever."""
+    limit: NonNegative = 0
+    """Use only the first so many tasks; 0 takes all."""
+    options: dict[str, str | int | float | bool] = {}
+    """Handed to the source (for example the arguments of a reasoning_gym task)."""
+
+
+class SamplingConfig(Config):
+    """[rollout.sampling]: how tokens are drawn."""
+
+    max_tokens: Positive = 64
+    temperature: Annotated[float, Meta(ge=0)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: NonNegative = 0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    """Added to the model's own end tokens."""
+    stop: tuple[str, ...] = ()
+    min_tokens: NonNegative = 0
+
+
+class EngineConfig(Config):
+    """[rollout.engine]: who samples."""
+
+    kind: Literal["native", "hf", "scripted"] = "native"
+    count: Positive = 1
+    """Engine processes; requests go to the one with the fewest outstanding, siblings together."""
+    threads: Positive = 1
+    max_running: Positive = 64
+    """Sequences decoded side by side."""
+    kv_tokens: NonNegative = 0
+    """Bound of the key-value cache in tokens; 0: max_running full-length sequences, at most 32,768 tokens."""
+    block_size: Positive = 16
+    context_length: NonNegative = 0
+    """Longest prompt plus completion; 0: the model's own limit."""
+    deterministic: bool = False
+    """Pad to fixed shapes, so that a generation is bit-equal alone or in a crowd."""
+
+
+class GroupConfig(Config):
+    """[group]: siblings of one task."""
+
+    size: Positive = 8
+    min_complete: NonNegative = 0
+    """A group below it is dropped whole; 0 means all."""
+    timeout_s: Seconds = 600.0
+    """From the first dispatch; stands while a weight sync closes the gate."""
+    retries: NonNegative = 2
+    """Further attempts per member after a failure."""
+
+
+class RolloutConfig(Config):
+    """[rollout]: tasks into scored groups."""
+
+    function: str = ""
+    """`pkg.module:fn`, an async function (Task, RolloutTools) -> Group, in place of generation."""
+    max_in_flight: NonNegative = 0
+    """Most groups running at once; 0: as many as a batch (and what the buffer allows)."""
+    oversample: NonNegative = 0
+    """Groups started beyond what a step needs."""
+    generate_timeout_s: Seconds = 120.0
+    """An engine call fails when no token arrived for so long."""
+    sampling: SamplingConfig = SamplingConfig()
+    engine: EngineConfig = EngineConfig()

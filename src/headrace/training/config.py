@@ -1,0 +1,90 @@
+"""What the training plane is told: how credit is assigned, which loss, which optimiser, how batches are cut."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from headrace.configbase import Config
+
+Positive = Annotated[int, Meta(ge=1)]
+NonNegative = Annotated[int, Meta(ge=0)]
+Ratio = Annotated[float, Meta(ge=0)]
+
+
+class AdvantageConfig(Config):
+    """[training.advantage]: scores into credit."""
+
+    kind: Literal["grpo", "dr_grpo", "leave_one_out"] = "grpo"
+    """grpo: (r - mean) / (std + eps); dr_grpo: r - mean; leave_one_out: r - mean of the others."""
+    eps: Annotated[float, Meta(gt=0)] = 1e-6
+    drop_zero_variance: bool = False
+    """Drop groups whose scores are all equal and take others in their place."""
+    refill_limit: NonNegative = 4
+    """Batches' worth of groups that one step may drop so before it trains on what it has."""
+
+
+class LossConfig(Config):
+    """[training.loss]: the clipped surrogate and what is added to it."""
+
+    kind: Literal["clipped", "reinforce"] = "clipped"
+    clip_low: Ratio = 0.2
+    clip_high: Ratio = 0.28
+    normalise: Literal["token", "sequence", "constant"] = "token"
+    """token: mean over all tokens of the step; sequence: mean over samples of token means; constant: sum / (samples * max_tokens)."""
+    kl_coef: Ratio = 0.0
+    """Weight of the KL term to the reference (the model at the start); 0 keeps no reference."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    old_logprobs: Literal["engine", "trainer"] = "engine"
+    """Denominator of the ratio: the engine's log-probabilities, or the trainer's own recomputed before the update."""
+    mask_truncated: bool = False
+    """Leave samples that hit the length limit out of the loss."""
+
+
+class CorrectionConfig(Config):
+    """[training.correction]: importance weights between the behaviour and the proximal policy."""
+
+    kind: Literal["none", "truncate", "mask"] = "none"
+    level: Literal["token", "sequence"] = "token"
+    """sequence: geometric mean of a sample's ratios."""
+    low: Ratio = 0.0
+    high: Annotated[float, Meta(gt=0)] = 2.0
+    """truncate: weights above it become it; mask: ratios outside [low, high] are left out."""
+
+
+class OptimizerConfig(Config):
+    """[training.optimizer]: AdamW."""
+
+    lr: Annotated[float, Meta(ge=0)] = 1e-5
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: Annotated[float, Meta(gt=0)] = 1e-8
+    weight_decay: Ratio = 0.0
+    clip_norm: Ratio = 1.0
+    """Largest gradient norm; 0 does not clip."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: NonNegative = 0
+
+
+class TrainingConfig(Config):
+    """[training]: batches into weights."""
+
+    steps: Positive = 40
+    """Batches to train on."""
+    groups: Positive = 8
+    """Groups in a batch."""
+    epochs: Positive = 1
+    """Passes over a batch."""
+    minibatches: Positive = 1
+    """Optimiser steps per pass; groups must divide by it."""
+    micro_tokens: Positive = 4096
+    """Most input tokens in one forward pass."""
+    backend: Literal["single_device", "scripted"] = "single_device"
+    threads: Positive = 1
+    gradient_checkpointing: bool = False
+    logits_chunk: Positive = 512
+    """Targets whose logits exist at one time."""
+    advantage: AdvantageConfig = AdvantageConfig()
+    loss: LossConfig = LossConfig()
+    correction: CorrectionConfig = CorrectionConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()

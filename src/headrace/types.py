@@ -1,0 +1,452 @@
+"""The facts that cross planes: tasks, generations, samples, groups, batches, tickets and events.
+
+Everything here is frozen and slotted; arrays are numpy and are never written to after construction.
+`T` counts the tokens of one sequence (prompt included unless said otherwise), `N` environments side by side,
+`B` rows of a batch.
+
+A *version* is the number of taken batches that a policy has been fully trained on. A prompt token, a tool token and
+any token that the framework appended carry `policy_version == NO_VERSION` and `loss_mask == 0`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+NO_VERSION = -1
+"""The policy version of a token that no policy sampled."""
+
+MAIN_POLICY = "main"
+
+FinishReason = Literal["stop", "length", "abort", "tool"]
+Scope = Literal["full", "adapter", "changed"]
+
+Array = np.ndarray
+
+
+# --------------------------------------------------------------------------------------------- tasks and sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One thing to attempt. `payload` is opaque: it belongs to the environment that resets on it.
+
+    For a single-turn language task the payload is ``{"prompt": str | list[message], **columns}``.
+    """
+
+    task_id: str
+    source: str
+    payload: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are drawn. `max_tokens` is one budget over all resumptions of a generation.
+
+    `temperature` 0 is greedy (log-probability of the arg max under temperature 1 is reported as 0: it was certain).
+    `seed` with a token's position decides its random number, so a generation does not depend on its neighbours.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps every token."""
+    min_p: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    """Strings that end the generation wherever they appear in the decoded completion, across token borders."""
+    seed: int | None = None
+    min_tokens: int = 0
+    record_sampling_mask: bool = False
+    record_expert_routing: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingMask:
+    """The support each sampled token was drawn from, ragged.
+
+    token_ids: [K] kept ids of all positions, one after another
+    offsets: [T+1] position t kept ``token_ids[offsets[t]:offsets[t + 1]]``
+    """
+
+    token_ids: Array
+    offsets: Array
+
+
+# ------------------------------------------------------------------------------------------------ engine requests
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestKey:
+    """Which try at which member of which lease this is; a reply whose key nobody waits for is counted and ignored."""
+
+    lease_id: str
+    member: int = 0
+    turn: int = 0
+    attempt: int = 0
+    incarnation: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.lease_id}/{self.member}.{self.turn}#{self.attempt}@{self.incarnation}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """One sample wanted from a text engine.
+
+    prompt_ids: [P] the prompt's tokens
+    prefix: what an earlier, interrupted try of the same generation already sampled; it counts towards `max_tokens`
+    group_id: siblings share it, so that the engine computes their prompt once
+    kv_handle: names keys and values that an engine saved with `abort(keep_kv=True)`; gone handles fall back to `prefix`
+    """
+
+    key: RequestKey
+    group_id: str
+    prompt_ids: Array
+    sampling: SamplingParams
+    prefix: Generation | None = None
+    kv_handle: str | None = None
+    policy: str = MAIN_POLICY
+
+    @property
+    def request_id(self) -> str:
+        return str(self.key)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """What an engine sampled for one request, a resumed prefix included. `T` counts sampled tokens only.
+
+    token_ids: [T] sampled ids, a sampled end token included
+    logprobs: [T] log-probability under the distribution really sampled from (after temperature and truncation)
+    policy_versions: [T] stamped by the engine as it sampled each token
+    finish_reason: stop (an end token or stop string), length (max_tokens or context), abort, tool
+    matched_stop: the stop token id or stop string that ended it
+    expert_routing: [T, layers, top_k] expert ids in the smallest integer type that fits
+    """
+
+    token_ids: Array
+    logprobs: Array
+    policy_versions: Array
+    finish_reason: FinishReason
+    sampling: SamplingParams
+    matched_stop: int | str | None = None
+    sampling_mask: SamplingMask | None = None
+    expert_routing: Array | None = None
+    kv_handle: str | None = None
+
+
+# ------------------------------------------------------------------------------------------------ samples and units
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenSample:
+    """One token sequence to train on: prompt and completion, or all turns of a conversation.
+
+    token_ids: [T]
+    loss_mask: [T] 1 where a policy sampled the token, else 0
+    behavior_logprobs: [T] as sampled; meaningless (any value) where loss_mask is 0
+    policy_versions: [T] NO_VERSION where loss_mask is 0
+    """
+
+    sample_id: str
+    token_ids: Array
+    loss_mask: Array
+    behavior_logprobs: Array
+    policy_versions: Array
+    sampling: SamplingParams
+    finish_reason: FinishReason
+    agent: str = "agent"
+    policy: str = MAIN_POLICY
+    sampling_mask: SamplingMask | None = None
+    expert_routing: Array | None = None
+
+    @property
+    def oldest_version(self) -> int:
+        """The version of the oldest sampled token, NO_VERSION when nothing was sampled."""
+        sampled = self.policy_versions[self.policy_versions != NO_VERSION]
+        return int(sampled.min()) if sampled.size else NO_VERSION
+
+    @property
+    def completion_length(self) -> int:
+        """Tokens that a policy sampled."""
+        return int(self.loss_mask.sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinalObservation:
+    """The true last observation of an episode that ended inside a trajectory: at step `t` of environment `n`."""
+
+    t: int
+    n: int
+    observation: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """`T` steps of `N` environments, time first. A leaf of a dict observation has these leading shapes too.
+
+    observations: [T+1, N, ...] observations[t] was acted on; the last row is the bootstrap
+    actions: [T, N, ...] as sampled (before clipping to bounds)
+    rewards, terminated, truncated: [T, N]
+    valid: [T, N] False for a reset row, whose action was ignored
+    behavior_logprobs: [T, N] of the sampled action
+    policy_versions: [T, N]
+    initial_state: recurrent state before step 0, [N, ...] leaves
+    """
+
+    sample_id: str
+    observations: Any
+    actions: Any
+    rewards: Array
+    terminated: Array
+    truncated: Array
+    valid: Array
+    behavior_logprobs: Array
+    policy_versions: Array
+    final_observations: tuple[FinalObservation, ...] = ()
+    initial_state: Any = None
+    policy: str = MAIN_POLICY
+    group_id: str = ""
+
+    @property
+    def unit_id(self) -> str:
+        return self.sample_id
+
+    @property
+    def size(self) -> int:
+        """Valid steps."""
+        return int(self.valid.sum())
+
+    @property
+    def oldest_version(self) -> int:
+        sampled = self.policy_versions[self.valid.astype(bool)]
+        return int(sampled.min()) if sampled.size else NO_VERSION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """All samples (agents, segments) of one attempt at a task. Kept or dropped whole."""
+
+    episode_id: str
+    samples: tuple[TokenSample, ...]
+
+    @property
+    def oldest_version(self) -> int:
+        versions = [v for v in (sample.oldest_version for sample in self.samples) if v != NO_VERSION]
+        return min(versions, default=NO_VERSION)
+
+    @property
+    def completion_length(self) -> int:
+        return sum(sample.completion_length for sample in self.samples)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """What a reward plane says of one episode. `reward` None excludes the episode from its group's baseline.
+
+    per_token: [T] over the first sample's tokens, a credit that is added where it stands
+    teacher_logprobs: [T]
+    parts: each named component before weighting
+    """
+
+    reward: float | None
+    parts: dict[str, float | None] = field(default_factory=dict)
+    per_token: Array | None = None
+    teacher_logprobs: Array | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The episodes of one task, scored: the unit that the buffer moves for language tasks.
+
+    `expected_size` is what was asked for; `episodes` holds what completed, `scores` one score for each.
+    """
+
+    group_id: str
+    task: Task
+    expected_size: int
+    episodes: tuple[Episode, ...]
+    scores: tuple[Score, ...]
+
+    @property
+    def unit_id(self) -> str:
+        return self.group_id
+
+    @property
+    def size(self) -> int:
+        return len(self.episodes)
+
+    @property
+    def oldest_version(self) -> int:
+        versions = [v for v in (episode.oldest_version for episode in self.episodes) if v != NO_VERSION]
+        return min(versions, default=NO_VERSION)
+
+
+Unit = Group | Trajectory
+
+
+# --------------------------------------------------------------------------------------------------------- batches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchCounts:
+    """What one optimiser step is normalised by: totals over *all* its micro-batches, never over one of them.
+
+    A micro-batch's loss is a sum divided by these, so every split gives the same gradient.
+    """
+
+    tokens: int
+    """Targets whose loss counts (after masking whole rows)."""
+    sequences: int
+    """Samples with at least one such target."""
+    groups: int
+    max_length: int
+    """The constant L of constant-length normalising (Dr.GRPO): the configured max_tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenBatch:
+    """A packed micro-batch without padding, in which samples may share a prefix.
+
+    Inputs form *segments*; a token attends to the earlier tokens of its own segment and to all of its segment's
+    ancestors. A prompt that G siblings share is one segment with G children. Targets are listed apart: target m is
+    predicted by the logits of input row `target_rows[m]`, so the last token of a sequence is a target, never an input.
+
+    token_ids, position_ids, segment_ids: [N] inputs; segments are contiguous, a parent stands before its children
+    segment_parents: [S] index of the parent segment, -1 for a root
+    target_ids, target_rows, target_samples: [M] only tokens with loss_mask 1 are targets
+    target_positions: [M] index of the target among its sample's own targets, 0 first
+    target_versions: [M] the policy version that sampled it
+    behavior_logprobs, advantages: [M]
+    sample_weights: [B] 0 for a sample that is carried for metrics but masked from the loss (e.g. truncated), else 1
+    sample_groups: [B] index of the sample's group within the optimiser step
+    temperatures: [B] of the sampling, since log-probabilities are those of the sampled distribution
+    reference_logprobs, proximal_logprobs, teacher_logprobs, values: [M], filled by `TrainBackend.annotate`
+    sampling_mask: the support of each target (M positions), when it was recorded
+    expert_routing: [N, layers, top_k]
+    """
+
+    token_ids: Array
+    position_ids: Array
+    segment_ids: Array
+    segment_parents: Array
+    target_ids: Array
+    target_rows: Array
+    target_samples: Array
+    target_positions: Array
+    target_versions: Array
+    behavior_logprobs: Array
+    advantages: Array
+    sample_ids: tuple[str, ...]
+    sample_weights: Array
+    sample_groups: Array
+    temperatures: Array
+    counts: BatchCounts
+    reference_logprobs: Array | None = None
+    proximal_logprobs: Array | None = None
+    teacher_logprobs: Array | None = None
+    values: Array | None = None
+    sampling_mask: SamplingMask | None = None
+    expert_routing: Array | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatch:
+    """Trajectories side by side, time first: observations [T+1, B, ...], the rest [T, B]; bootstrap [B]."""
+
+    observations: Any
+    actions: Any
+    rewards: Array
+    discounts: Array
+    valid: Array
+    behavior_logprobs: Array
+    bootstrap: Array
+    initial_state: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stat:
+    """A mean that can be merged over micro-batches and ranks: total, weight and the largest single value."""
+
+    total: float
+    weight: float = 1.0
+    maximum: float = float("-inf")
+
+    @property
+    def mean(self) -> float:
+        """total / weight, and 0 when nothing was counted."""
+        return self.total / self.weight if self.weight else 0.0
+
+    def __add__(self, other: Stat) -> Stat:
+        return Stat(self.total + other.total, self.weight + other.weight, max(self.maximum, other.maximum))
+
+
+Metrics = dict[str, Stat]
+
+
+def merge_metrics(parts: list[Metrics]) -> Metrics:
+    """Sum the statistics of several micro-batches name by name, in order of first appearance."""
+    merged: Metrics = {}
+    for part in parts:
+        for name, stat in part.items():
+            merged[name] = merged[name] + stat if name in merged else stat
+    return merged
+
+
+# ------------------------------------------------------------------------------------------- weights and the record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightTicket:
+    """Says where a version's bytes are; never holds tensors.
+
+    locator: meaning belongs to the channel (a shared-memory segment and slot, a folder, an address)
+    checksum: of the published bytes in the order published; a receiver that computes another one refuses the ticket
+    """
+
+    policy: str
+    version: int
+    scope: Scope
+    locator: str
+    checksum: str
+    bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """What an engine says of itself. `progress` maps running request ids to the tokens they have sampled."""
+
+    version: int = NO_VERSION
+    staged_version: int = NO_VERSION
+    running: int = 0
+    waiting: int = 0
+    paused: bool = False
+    progress: dict[str, int] = field(default_factory=dict)
+    kv_tokens_used: int = 0
+    kv_tokens_total: int = 0
+    generated_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    preemptions: int = 0
+    swaps: int = 0
+    standstill_s: float = 0.0
+    """Longest time between two forward passes caused by the last swap."""
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that a part did, for the timeline. Nanoseconds of the clock that all local processes share."""
+
+    time_ns: int
+    source: str
+    kind: str
+    subject_id: str = ""
+    version: int = NO_VERSION
+    duration_ns: int = 0
