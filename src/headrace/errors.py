@@ -56,7 +56,9 @@ class MissingExtra(UserError):
     """An optional package is not installed."""
 
     def __init__(self, package: str, extra: str, what: str) -> None:
-        super().__init__(f"{what} needs the package {package!r}, which is not installed: pip install 'headrace[{extra}]'")
+        super().__init__(
+            f"{what} needs the package {package!r}, which is not installed: pip install 'headrace[{extra}]'"
+        )
 
 
 class RunDirError(UserError):

@@ -450,3 +450,46 @@ class Event:
     subject_id: str = ""
     version: int = NO_VERSION
     duration_ns: int = 0
+
+
+BUSY_KINDS: dict[str, tuple[str, ...]] = {
+    "engine": ("generate", "prepare", "swap"),
+    "trainer": ("annotate", "forward_backward", "optimizer_step", "publish", "save"),
+    "reward": ("score",),
+}
+"""Event kinds, by the first part of the source's name ("engine-0" is an engine), during which that part works.
+
+An engine joins forward passes that follow one another into one `generate` event of at most 0.25 s. The controller
+records waits ("wait_batch": the trainer has no batch; "wait_room": admission waits for a lease; "wait_sync": the trainer
+waits for the previous weight sync; "gate": dispatch is held by a sync) with durations, and points: "admitted", "put",
+"taken", "trained", "dropped" (subject ``lease:reason``), "recycled", "live" (version), "fenced", "joined".
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlowStatus:
+    """A picture of the run at one moment, for the live display and the watchdog."""
+
+    elapsed_s: float
+    step: int
+    total_steps: int
+    version: int
+    live_version: int
+    reward: float | None = None
+    samples_per_s: float = 0.0
+    tokens_per_s: float = 0.0
+    running: int = 0
+    ready: int = 0
+    held: int = 0
+    room: int = 0
+    lag_mean: float = 0.0
+    lag_max: int = 0
+    syncs: int = 0
+    sync_s: float = 0.0
+    standstill_s: float = 0.0
+    trained_units: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    waits: dict[str, str] = field(default_factory=dict)
+    """Part -> what it is doing or waiting for, in words."""
+    sample: str = ""
+    """A recent completion, readable."""
