@@ -15,8 +15,9 @@ Seconds = Annotated[float, Meta(gt=0)]
 class BufferConfig(Config):
     """[buffer]: how far rollout may run ahead of training."""
 
-    depth: Literal["none", "double", "queue", "stream"] = "double"
-    """none: alternate; double: one batch ahead; queue: `steps` batches; stream: no bound on steps."""
+    depth: Literal["auto", "none", "double", "queue", "stream"] = "auto"
+    """none: alternate; double: one batch ahead; queue: `steps` batches; stream: no bound on steps.
+    auto: none under sync and colocated, double under separate."""
     steps: Annotated[int, Meta(ge=1)] = 2
     """Batches ahead, for depth = queue."""
     store: Literal["memory", "shared_memory", "redis", "files"] = "memory"
@@ -50,3 +51,10 @@ class WeightsConfig(Config):
     drain_timeout_s: Seconds = 120.0
     rejoin_timeout_s: Seconds = 60.0
     """With no engine left, wait so long for a replacement."""
+
+
+def steps_ahead(buffer: BufferConfig, staleness: StalenessConfig) -> int | None:
+    """How many batches rollout may run ahead of training: the tightest of the depth and `max_steps_ahead`; None: no bound."""
+    depths = {"none": 0, "double": 1, "queue": buffer.steps, "stream": None}
+    bounds = [bound for bound in (depths[buffer.depth], staleness.max_steps_ahead) if bound is not None]
+    return min(bounds, default=None)
