@@ -1,19 +1,16 @@
-"""Turns a TOML file or preset name and dotted overrides into one checked `RunConfig`, and back into TOML."""
+"""Turns a TOML file or preset and dotted overrides into one `RunConfig`, makes its autos concrete and refuses what cannot work."""
 
 from __future__ import annotations
 
-import difflib
-import math
 import tomllib
-from collections.abc import Iterator, Sequence
-from datetime import date, datetime, time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from headrace.configbase import Config
+from headrace.configbase import Config, apply_override, build, config_to_dict, did_you_mean
 from headrace.errors import ConfigError
 from headrace.exchange.config import BufferConfig, StalenessConfig, WeightsConfig, steps_ahead
 from headrace.observability.config import ObservabilityConfig
@@ -68,8 +65,8 @@ def load_config(source: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 def config_from_dict(tables: dict[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
     """The same from tables that are read already."""
     for override in overrides:
-        _apply_override(tables, override)
-    return _build(RunConfig, tables, "")
+        apply_override(RunConfig, tables, override)
+    return build(RunConfig, tables, "")
 
 
 def preset_names() -> list[str]:
@@ -88,7 +85,7 @@ def find_source(source: str | Path) -> Path:
         if not path.is_file():
             raise ConfigError(
                 "",
-                f"no preset named {text!r}{_did_you_mean(text, preset_names())}; presets: {', '.join(preset_names())}, or give a .toml file",
+                f"no preset named {text!r}{did_you_mean(text, preset_names())}; presets: {', '.join(preset_names())}, or give a .toml file",
             )
     if not path.is_file():
         found = "is a folder" if path.is_dir() else "does not exist"
@@ -111,195 +108,7 @@ def read_toml(source: str | Path) -> dict[str, Any]:
         raise ConfigError("", f"{path}: cannot be read: {error.strerror}") from None
 
 
-def _apply_override(tables: dict[str, Any], override: str) -> None:
-    """Write one `key.path=value` into the tables. A number in the path picks an item of an array."""
-    key, equals, text = override.partition("=")
-    parts = [part.strip() for part in key.split(".")]
-    if not equals or not all(parts):
-        raise ConfigError("", f"override {override!r} is not of the form key.path=value")
-    target: Any = tables
-    annotation: Any = RunConfig
-    for depth, part in enumerate(parts):
-        here = ".".join(parts[:depth])
-        last = depth == len(parts) - 1
-        if isinstance(target, list):
-            if not part.isdigit() or int(part) >= len(target):
-                raise ConfigError(here, f"has {len(target)} items, {part!r} is not the index of one (the first is 0)")
-            slot: Any = int(part)
-            annotation = get_args(annotation)[0] if get_args(annotation) else Any
-        elif isinstance(target, dict):
-            slot = part
-            annotation = _hints(annotation).get(part, Any) if _is_config(annotation) else Any
-        else:
-            raise ConfigError(here, f"found {_show(target)}, which has no key {part!r}")
-        if last:
-            target[slot] = _parse_value(text.strip(), annotation, key)
-        else:
-            target = target[slot] if isinstance(target, list) else target.setdefault(slot, {})
-
-
-def _parse_value(text: str, annotation: Any, path: str) -> Any:
-    """A TOML value, or the text itself where it is none (or where the key holds text)."""
-    if annotation is str and text[:1] not in ('"', "'"):
-        return text
-    try:
-        parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError as error:
-        if text[:1] in ("[", "{", '"', "'"):
-            raise ConfigError(path, f"{text!r} is not a valid TOML value: {error}") from None
-        return text
-    if list(parsed) != ["value"] or isinstance(parsed["value"], date | datetime | time):
-        return text
-    return parsed["value"]
-
-
-# ---------------------------------------------------------------------------------------------------- checking types
-
-
-def _is_config(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, Config)
-
-
-def _hints(struct: type[Config]) -> dict[str, Any]:
-    return get_type_hints(struct, include_extras=True)
-
-
-def _build(annotation: Any, value: Any, path: str) -> Any:
-    """`value` as the annotated type; a ConfigError that names the innermost key at fault."""
-    if _is_config(annotation):
-        if not isinstance(value, dict):
-            raise ConfigError(path, f"found {_show(value)}, expected a table with {', '.join(_hints(annotation))}")
-        hints = _hints(annotation)
-        for key in value:
-            if key not in hints:
-                raise ConfigError(
-                    _join(path, key), f"unknown key{_did_you_mean(key, hints)}; {_valid_keys(path, hints)}"
-                )
-        fields = {key: _build(hints[key], item, _join(path, key)) for key, item in value.items()}
-        for field in msgspec.structs.fields(annotation):
-            if field.required and field.name not in fields:
-                raise ConfigError(_join(path, field.name), f"missing; expected {describe(hints[field.name])}")
-        return annotation(**fields)
-    item_type = _config_item(annotation)
-    if item_type is not None:
-        if not isinstance(value, list):
-            raise ConfigError(path, f"found {_show(value)}, expected an array of tables ([[{path}]])")
-        return tuple(_build(item_type, item, f"{path}.{index}") for index, item in enumerate(value))
-    if value == "none" and type(None) in get_args(annotation):
-        value = None
-    try:
-        built = msgspec.convert(value, annotation)
-    except msgspec.ValidationError:
-        choices = _choices(annotation)
-        hint = _did_you_mean(value, choices) if isinstance(value, str) else ""
-        raise ConfigError(path, f"found {_show(value)}, expected {describe(annotation)}{hint}") from None
-    if any(isinstance(number, float) and math.isnan(number) for number in _leaves(built)):
-        raise ConfigError(path, f"found {_show(value)}, expected {describe(annotation)}")
-    return built
-
-
-def _config_item(annotation: Any) -> type[Config] | None:
-    """The struct in `tuple[Struct, ...]`."""
-    if get_origin(annotation) is tuple and _is_config(get_args(annotation)[0]):
-        return get_args(annotation)[0]
-    return None
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, tuple | list):
-        for item in value:
-            yield from _leaves(item)
-    elif isinstance(value, dict):
-        yield from _leaves(list(value.values()))
-    else:
-        yield value
-
-
-def describe(annotation: Any) -> str:
-    """An annotation in the words of an error message: `a whole number >= 1`, `one of never, hold`."""
-    return _describe(msgspec.inspect.type_info(annotation), _choices(annotation))
-
-
-def _describe(info: Any, choices: list[str]) -> str:
-    """`choices` are the annotation's literals in the order of the source; msgspec sorts them."""
-    match info:
-        case msgspec.inspect.IntType() | msgspec.inspect.FloatType():
-            word = "a whole number" if isinstance(info, msgspec.inspect.IntType) else "a number"
-            signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-            bounds = [f"{sign} {getattr(info, key):g}" for key, sign in signs.items() if getattr(info, key) is not None]
-            return " ".join([word, " and ".join(bounds)]).strip()
-        case msgspec.inspect.StrType():
-            return "text"
-        case msgspec.inspect.BoolType():
-            return "true or false"
-        case msgspec.inspect.NoneType():
-            return '"none"'
-        case msgspec.inspect.LiteralType():
-            return f"one of {', '.join(sorted(map(str, info.values), key=choices.index))}"
-        case msgspec.inspect.UnionType():
-            return " or ".join(_describe(part, choices) for part in info.types)
-        case msgspec.inspect.VarTupleType():
-            return f"an array of {_describe(info.item_type, choices)}"
-        case msgspec.inspect.TupleType():
-            return (
-                f"an array of {len(info.item_types)}: {', '.join(_describe(item, choices) for item in info.item_types)}"
-            )
-        case msgspec.inspect.DictType():
-            return f"a table of {_describe(info.value_type, choices)}"
-        case msgspec.inspect.StructType():
-            return "a table"
-    return str(info)
-
-
-def _choices(annotation: Any) -> list[str]:
-    """Every literal that the annotation names."""
-    if get_origin(annotation) is Literal:
-        return [str(choice) for choice in get_args(annotation)]
-    return [choice for part in get_args(annotation) for choice in _choices(part)]
-
-
-def _join(path: str, key: str) -> str:
-    return f"{path}.{key}" if path else key
-
-
-def _show(value: Any) -> str:
-    """A value as the user would have written it, on one line and not too long."""
-    match value:
-        case bool():
-            text = str(value).lower()
-        case str():
-            text = '"' + value.replace("\n", "\\n") + '"'
-        case dict():
-            text = "a table with " + (", ".join(value) or "no keys")
-        case _:
-            text = str(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _did_you_mean(word: Any, choices: Any) -> str:
-    close = difflib.get_close_matches(str(word), list(choices), n=1, cutoff=0.6)
-    return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-def _valid_keys(path: str, hints: dict[str, Any]) -> str:
-    return f"valid{f' in [{path}]' if path else ''}: {', '.join(hints)}"
-
-
 # ------------------------------------------------------------------------------------------------------ writing
-
-
-def config_to_dict(config: Config) -> dict[str, Any]:
-    """Plain tables; keys that hold None are left out, as TOML has no null."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, Config):
-            items = ((name, getattr(value, name)) for name in value.__struct_fields__)
-            return {name: plain(item) for name, item in items if item is not None}
-        if isinstance(value, tuple | list):
-            return [plain(item) for item in value]
-        return dict(value) if isinstance(value, dict) else value
-
-    return plain(config)
 
 
 def dump_config(config: RunConfig) -> str:
@@ -339,3 +148,219 @@ def resolve(config: RunConfig) -> RunConfig:
         ),
         limits=replace(config.limits, max_dropped=config.limits.max_dropped or 16 * config.training.groups),
     )
+
+
+# ---------------------------------------------------------------------------------------------------- validating
+
+PARTIAL_CHOICES: dict[str, tuple[str, ...]] = {
+    "never": ("continue",),
+    "hold": ("continue",),
+    "abort": ("resume_prefix", "restore", "recycle", "restart", "none"),
+    "drain": ("none",),
+    "barrier": ("none",),
+}
+"""What may become of a running generation, by interruption: nothing stops, it is cut off, or it has finished already."""
+
+AVAILABLE: dict[str, tuple[str, ...]] = {
+    "placement": ("sync", "separate"),
+    "runtime": ("local", "processes"),
+    "buffer.store": ("memory",),
+    "weights.channel": ("in_process", "shared_memory"),
+}
+"""Axes of which some choices are designed but not built yet."""
+
+Only = Literal["rollout", "train"]
+
+
+def validate(config: RunConfig, *, only: Only | None = None) -> list[str]:
+    """Raise ConfigError for the first thing that cannot work, else return warnings. `only` names the half that will run."""
+    config = resolve(config)
+    _check_flow(config)
+    _check_ranges(config)
+    _check_inputs(config, only)
+    for path, choices in AVAILABLE.items():
+        found = _at(config, path)
+        if found not in choices:
+            raise ConfigError(path, f'found "{found}", which is not available in this version; use {_or(choices)}')
+    return _warnings(config)
+
+
+def _at(config: Any, path: str) -> Any:
+    for part in path.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def _or(choices: Sequence[str]) -> str:
+    return " or ".join(choices)
+
+
+def _check_flow(config: RunConfig) -> None:
+    """Pairs of axes that hang, starve or contradict each other."""
+    weights, staleness, bound = config.weights, config.staleness, ahead(config)
+    placement, depth = config.placement, config.buffer.depth
+    fitting = PARTIAL_CHOICES[weights.interruption]
+    if weights.partial not in fitting:
+        raise ConfigError(
+            "weights.partial",
+            f'found "{weights.partial}" with weights.interruption = "{weights.interruption}", which goes with {_or(fitting)}',
+        )
+    if placement == "colocated" and weights.interruption == "never":
+        raise ConfigError(
+            "weights.interruption",
+            'found "never" with placement = "colocated", where the engine sleeps while the trainer works; use hold, abort, drain or barrier',
+        )
+    if placement in ("sync", "colocated") and depth != "none":
+        raise ConfigError(
+            "buffer.depth",
+            f'found "{depth}" with placement = "{placement}", which never runs ahead; use none (or leave it out), or placement = "separate"',
+        )
+    if depth == "stream" and _no_staleness_switch(config):
+        raise ConfigError(
+            "buffer.depth",
+            'found "stream" without a bound on staleness; set staleness.max_version_lag, staleness.max_steps_ahead or training.correction.kind',
+        )
+    if bound is not None and weights.every_steps > 1 + bound:
+        raise ConfigError(
+            "weights.every_steps",
+            f"found {weights.every_steps}, but rollout may run only {bound} batches ahead and would wait for weights for ever; use at most {1 + bound}",
+        )
+    if staleness.max_version_lag is not None and staleness.max_version_lag < weights.every_steps - 1:
+        raise ConfigError(
+            "staleness.max_version_lag",
+            f"found {staleness.max_version_lag} with weights.every_steps = {weights.every_steps}, so that fresh samples are too old already; use at least {weights.every_steps - 1}",
+        )
+    if staleness.cancel_group and staleness.max_version_lag is None:
+        raise ConfigError(
+            "staleness.cancel_group", "found true without staleness.max_version_lag, which says how old is too old"
+        )
+    if config.runtime == "processes" and weights.channel == "in_process":
+        raise ConfigError(
+            "weights.channel", 'found "in_process" with runtime = "processes"; use shared_memory, or runtime = "local"'
+        )
+
+
+def _no_staleness_switch(config: RunConfig) -> bool:
+    staleness = config.staleness
+    return (
+        staleness.max_version_lag is None
+        and staleness.max_steps_ahead is None
+        and config.training.correction.kind == "none"
+    )
+
+
+def _check_ranges(config: RunConfig) -> None:
+    """Numbers that are fine alone but not with another one."""
+    training, group, engine, sampling = config.training, config.group, config.rollout.engine, config.rollout.sampling
+    if group.min_complete > group.size:
+        raise ConfigError("group.min_complete", f"found {group.min_complete}, more than group.size = {group.size}")
+    if training.groups % training.minibatches:
+        raise ConfigError(
+            "training.minibatches",
+            f"found {training.minibatches}, which does not divide training.groups = {training.groups}; use one of {_divisors(training.groups)}",
+        )
+    if sampling.min_tokens > sampling.max_tokens:
+        raise ConfigError(
+            "rollout.sampling.min_tokens", f"found {sampling.min_tokens}, more than max_tokens = {sampling.max_tokens}"
+        )
+    if engine.context_length and sampling.max_tokens >= engine.context_length:
+        raise ConfigError(
+            "rollout.sampling.max_tokens",
+            f"found {sampling.max_tokens}, which leaves no room for a prompt in rollout.engine.context_length = {engine.context_length}",
+        )
+    if engine.kv_tokens and engine.kv_tokens <= sampling.max_tokens:
+        raise ConfigError(
+            "rollout.engine.kv_tokens",
+            f"found {engine.kv_tokens}, too few for one answer of rollout.sampling.max_tokens = {sampling.max_tokens} and its prompt",
+        )
+    for index, token_id in enumerate(sampling.stop_token_ids):
+        if token_id < 0:
+            raise ConfigError(f"rollout.sampling.stop_token_ids.{index}", f"found {token_id}, expected a token id >= 0")
+    for index, beta in enumerate(training.optimizer.betas):
+        if not 0 <= beta < 1:
+            raise ConfigError(f"training.optimizer.betas.{index}", f"found {beta}, expected a number >= 0 and < 1")
+    if training.correction.low > training.correction.high:
+        raise ConfigError(
+            "training.correction.low",
+            f"found {training.correction.low}, above training.correction.high = {training.correction.high}",
+        )
+    if config.limits.stall_stop_s < config.limits.stall_warning_s:
+        raise ConfigError(
+            "limits.stall_stop_s",
+            f"found {config.limits.stall_stop_s:g}, below limits.stall_warning_s = {config.limits.stall_warning_s:g}",
+        )
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
+def _check_inputs(config: RunConfig, only: Only | None) -> None:
+    """What a run cannot start without."""
+    if not config.name or "/" in config.name or config.name in (".", ".."):
+        raise ConfigError("name", f'found "{config.name}", expected the name of a folder')
+    if not config.model.path and config.rollout.engine.kind != "scripted":
+        raise ConfigError("model.path", "missing; give a Hugging Face folder of a causal LM, smollm2 or tiny")
+    if only != "train" and not config.tasks.source:
+        raise ConfigError(
+            "tasks.source",
+            "missing; give sums, largest, jsonl:PATH, hf:FOLDER, reasoning_gym:TASK or pkg.module:object",
+        )
+    if only != "train" and not config.reward.functions and not config.rollout.function:
+        raise ConfigError(
+            "reward.functions",
+            'missing; add [[reward.functions]] with use = "task" (the source\'s own verifier) or another one',
+        )
+    if only != "rollout" and config.rollout.sampling.temperature == 0:
+        raise ConfigError(
+            "rollout.sampling.temperature",
+            "found 0 (greedy), where siblings are all alike and nothing can be learned; use more than 0",
+        )
+    if config.evaluation.every_steps and not config.evaluation.source:
+        raise ConfigError("evaluation.every_steps", f"found {config.evaluation.every_steps} without evaluation.source")
+    seen: dict[str, int] = {}
+    for index, function in enumerate(config.reward.functions):
+        name = function.name or function.use
+        if name in seen:
+            raise ConfigError(
+                f"reward.functions.{index}.name",
+                f'found "{name}", the name of reward.functions.{seen[name]} too; give each its own',
+            )
+        seen[name] = index
+
+
+def _warnings(config: RunConfig) -> list[str]:
+    """What works, but not as one may think."""
+    warnings = []
+    lag, bound, training, sampling = (
+        config.staleness.max_version_lag,
+        ahead(config),
+        config.training,
+        config.rollout.sampling,
+    )
+    if lag is not None and (bound is None or lag < bound):
+        distance = "without bound" if bound is None else f"{bound} batches"
+        warnings.append(
+            f"staleness.max_version_lag: {lag} is below how far rollout may run ahead ({distance}), so that samples will be dropped, long ones first"
+        )
+    if config.group.size == 1:
+        warnings.append(f"group.size: 1 leaves {training.advantage.kind} nothing to compare with, every advantage is 0")
+    if config.placement == "separate" and config.runtime == "local":
+        warnings.append('runtime: "local" keeps engine and trainer in one process, where they do not overlap')
+    if sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0:
+        warnings.append(
+            "rollout.sampling: top_p, top_k and min_p change the sampled distribution, of which the trainer knows only the temperature: expect a larger log-probability difference"
+        )
+    if config.reward.functions and all(function.weight == 0 for function in config.reward.functions):
+        warnings.append("reward.functions: every weight is 0, so that every reward is 0")
+    if config.reward.workers == 0:
+        warnings.append("reward.workers: 0 runs the functions in the controller, where one that hangs cannot be killed")
+    if training.loss.kind == "reinforce" and training.epochs * training.minibatches > 1:
+        warnings.append(
+            f"training.loss.kind: reinforce has no ratio, yet a batch is used for {training.epochs * training.minibatches} updates; clipped allows for that"
+        )
+    if training.optimizer.warmup_steps >= training.steps:
+        warnings.append(
+            f"training.optimizer.warmup_steps: {training.optimizer.warmup_steps} lasts the whole run of {training.steps} steps"
+        )
+    return warnings
