@@ -1,0 +1,188 @@
+"""Tasks into leases, finished units into batches: the one owner of admission and of what waits for the trainer.
+
+Only `admit` and `take` wait. `put` never does: otherwise a weight sync that waits for running rollouts would wait for a
+producer that waits for room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from headrace.errors import BufferClosed
+from headrace.exchange.ledger import RECYCLED, TRAINED, Ledger
+from headrace.exchange.staleness import Capacity, VersionLine, is_stale
+from headrace.protocols import Lease, Store, TaskSource
+from headrace.types import Task, Unit
+
+
+class Signal:
+    """Wakes everybody who waits, each time it fires; in the order in which they came, so a run repeats."""
+
+    def __init__(self) -> None:
+        self._waiters: deque[asyncio.Future[None]] = deque()
+
+    async def wait(self) -> None:
+        future = asyncio.get_running_loop().create_future()
+        self._waiters.append(future)
+        await future
+
+    def fire(self) -> None:
+        while self._waiters:
+            future = self._waiters.popleft()
+            if not future.done():
+                future.set_result(None)
+
+
+class LeaseBuffer:
+    """The `Buffer` of every run; where the bytes lie is the store's matter.
+
+    `on_drop(lease, reason)` is told of each lease that ends untrained, with its unit if there was one.
+    """
+
+    def __init__(
+        self,
+        source: TaskSource,
+        store: Store,
+        ledger: Ledger,
+        versions: VersionLine,
+        capacity: Capacity,
+        *,
+        max_version_lag: int | None = None,
+        on_stale: str = "drop",
+        incarnation: int = 0,
+        on_drop: Callable[[Lease, str, Unit | None], None] = lambda lease, reason, unit: None,
+    ) -> None:
+        self.source, self.store, self.ledger, self.versions, self.capacity = source, store, ledger, versions, capacity
+        self.max_version_lag, self.on_stale = max_version_lag, on_stale
+        self.incarnation = incarnation
+        self.on_drop = on_drop
+        self.next_index = 0
+        self.pool: deque[tuple[Task, Any]] = deque()
+        """Recycled tasks with what was done of them; they go before the source's next."""
+        self.restored: deque[tuple[int, Task, Any]] = deque()
+        """Leases of an earlier incarnation that were running: they keep their index, so their samples repeat."""
+        self.ready: dict[str, Lease] = {}
+        """Leases whose unit lies in the store, in the order of their put."""
+        self.changed = Signal()
+        self.closed = False
+        self._source_ended = False
+
+    # ------------------------------------------------------------------------------------------------ admission
+
+    def room(self) -> int:
+        running = self.ledger.count("admitted")
+        return self.capacity.room(running=running, held=len(self.ledger.in_flight))
+
+    async def admit(self) -> Lease:
+        """Wait for room, then pick the task. Raises `BufferClosed` once nothing more can be admitted."""
+        while True:
+            if self.closed:
+                raise BufferClosed("the buffer is closed")
+            if self.room() > 0:
+                lease = self._next_lease()
+                if lease is not None and self.store.reserve(lease.lease_id):
+                    self.ledger.admit(lease)
+                    return lease
+                if lease is not None:
+                    self.restored.appendleft((lease.index, lease.task, lease.remainder))
+                elif not self._may_recycle():
+                    raise BufferClosed("the source has ended")
+            await self.changed.wait()
+
+    def _next_lease(self) -> Lease | None:
+        if self.restored:
+            return self._lease(*self.restored.popleft())
+        if self.pool:
+            task, remainder = self.pool.popleft()
+        elif self._source_ended:
+            return None
+        else:
+            picked, remainder = self.source.next(), None
+            if picked is None:
+                self._source_ended = True
+                self.changed.fire()
+                return None
+            task = picked
+        index, self.next_index = self.next_index, self.next_index + 1
+        return self._lease(index, task, remainder)
+
+    def _lease(self, index: int, task: Task, remainder: Any) -> Lease:
+        return Lease(lease_id=f"{self.incarnation}-{index}", index=index, task=task, remainder=remainder)
+
+    def _may_recycle(self) -> bool:
+        return self.ledger.count("admitted", "ready") > 0
+
+    # ------------------------------------------------------------------------------------------------- the store
+
+    def put(self, lease: Lease, unit: Unit) -> bool:
+        """Hand in the unit of a running lease; False when the lease was settled in the meantime."""
+        if lease.state != "admitted":
+            return False
+        self.store.append(lease.lease_id, unit)
+        self.ledger.move(lease, "ready")
+        self.ready[lease.lease_id] = lease
+        self.changed.fire()
+        return True
+
+    async def take(self, n: int, version: int) -> list[tuple[Lease, Unit]]:
+        """n units no staler than allowed at `version` (the trainer's), by lease index. Age is judged here, so that time in
+        the queue counts. Fewer, or none, only when nothing more can come."""
+        while True:
+            self._evict_stale()
+            if len(self.ready) >= n or self._nothing_comes():
+                picked = sorted(list(self.ready.values())[:n], key=lambda lease: lease.index)
+                return [(lease, self._take_one(lease)) for lease in picked]
+            await self.changed.wait()
+
+    def _take_one(self, lease: Lease) -> Unit:
+        self.ledger.move(lease, "taken")
+        del self.ready[lease.lease_id]
+        return self.store.read(lease.lease_id)
+
+    def _evict_stale(self) -> None:
+        if self.max_version_lag is None:
+            return
+        for lease in list(self.ready.values()):
+            unit = self.store.read(lease.lease_id)
+            if is_stale(self.versions.lag(unit.oldest_version), self.max_version_lag):
+                # What was sampled is too old, so a recycled task starts from its prompt.
+                self.settle(lease, RECYCLED if self.on_stale == "recycle" else "stale")
+
+    def _nothing_comes(self) -> bool:
+        ended = self.closed or (self._source_ended and not self.pool and not self.restored)
+        return ended and self.ledger.count("admitted") == 0
+
+    # ---------------------------------------------------------------------------------------------------- leases
+
+    def mark_trained(self, leases: list[Lease]) -> None:
+        for lease in leases:
+            self.ledger.move(lease, "trained")
+
+    def settle(self, lease: Lease, outcome: str, remainder: Any = None) -> bool:
+        """End a lease and free its place. "recycled" puts its task, with the remainder, to the front of the pool."""
+        had_unit = lease.state in ("ready", "taken")
+        unit = self.store.read(lease.lease_id) if had_unit else None
+        if not self.ledger.settle(lease, outcome):
+            return False
+        self.ready.pop(lease.lease_id, None)
+        self.store.acknowledge(lease.lease_id)
+        if outcome == RECYCLED and not self.closed:
+            self.pool.appendleft((lease.task, remainder))
+        elif outcome != TRAINED:
+            self.source.give_back(lease.task, outcome)
+        if outcome != TRAINED:
+            self.on_drop(lease, outcome, unit)
+        self.changed.fire()
+        return True
+
+    def close(self) -> None:
+        """No more admissions. Wakes every waiter; what is in the pool goes back to the source."""
+        self.closed = True
+        while self.pool:
+            self.source.give_back(self.pool.popleft()[0], "end")
+        while self.restored:
+            self.source.give_back(self.restored.popleft()[1], "end")
+        self.changed.fire()
