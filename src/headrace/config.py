@@ -58,14 +58,23 @@ class RunConfig(Config):
 
 
 def load_config(source: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The config in a TOML file, or of a preset, with `key.path=value` overrides on top. Not yet resolved or validated."""
-    return config_from_dict(read_toml(source), overrides)
+    """The config in a TOML file, or of a preset, with `key.path=value` overrides on top. Not yet resolved or validated.
+
+    Relative paths in a file start at the file's folder, those in an override at the current one; both become absolute,
+    so that a run can be resumed from anywhere.
+    """
+    path = find_source(source)
+    tables = read_toml(path)
+    if path.parent != PRESETS_FOLDER:
+        _anchor_paths(tables, path.parent)
+    return config_from_dict(tables, overrides)
 
 
 def config_from_dict(tables: dict[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
-    """The same from tables that are read already."""
+    """The same from tables that are read already (and are changed). Relative paths start at the current folder."""
     for override in overrides:
         apply_override(RunConfig, tables, override)
+    _anchor_paths(tables, Path.cwd())
     return build(RunConfig, tables, "")
 
 
@@ -95,9 +104,8 @@ def find_source(source: str | Path) -> Path:
     return path
 
 
-def read_toml(source: str | Path) -> dict[str, Any]:
-    """The tables of a file or preset."""
-    path = find_source(source)
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a file."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
@@ -106,6 +114,35 @@ def read_toml(source: str | Path) -> dict[str, Any]:
         raise ConfigError("", f"{path}: not a text file in UTF-8") from None
     except OSError as error:
         raise ConfigError("", f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _anchor_paths(tables: dict[str, Any], folder: Path) -> None:
+    """Make relative paths absolute: model folders, `jsonl:` and `hf:` sources, and `file.py:name` objects."""
+    for path in ("model.path", "tasks.source", "evaluation.source", "rollout.function", "reward.functions"):
+        *parents, key = path.split(".")
+        table: Any = tables
+        for parent in parents:
+            table = table.get(parent) if isinstance(table, dict) else None
+        if not isinstance(table, dict):
+            continue
+        slots = [(table, key)]
+        if key == "functions":
+            items = table.get(key)
+            slots = [(item, "use") for item in items if isinstance(item, dict)] if isinstance(items, list) else []
+        for slot, name in slots:
+            if isinstance(slot.get(name), str):
+                slot[name] = _anchored(slot[name], path, folder)
+
+
+def _anchored(text: str, path: str, folder: Path) -> str:
+    if path == "model.path":
+        return text if text in ("", "smollm2", "tiny") else str(folder.resolve() / Path(text).expanduser())
+    head, colon, rest = text.partition(":")
+    if colon and head in ("jsonl", "hf"):
+        return f"{head}:{folder.resolve() / Path(rest).expanduser()}" if rest else text
+    if colon and head.endswith(".py"):
+        return f"{folder.resolve() / Path(head).expanduser()}:{rest}"
+    return text
 
 
 # ------------------------------------------------------------------------------------------------------ writing
@@ -152,15 +189,6 @@ def resolve(config: RunConfig) -> RunConfig:
 
 # ---------------------------------------------------------------------------------------------------- validating
 
-PARTIAL_CHOICES: dict[str, tuple[str, ...]] = {
-    "never": ("continue",),
-    "hold": ("continue",),
-    "abort": ("resume_prefix", "restore", "recycle", "restart", "none"),
-    "drain": ("none",),
-    "barrier": ("none",),
-}
-"""What may become of a running generation, by interruption: nothing stops, it is cut off, or it has finished already."""
-
 AVAILABLE: dict[str, tuple[str, ...]] = {
     "placement": ("sync", "separate"),
     "runtime": ("local", "processes"),
@@ -197,9 +225,11 @@ def _or(choices: Sequence[str]) -> str:
 
 def _check_flow(config: RunConfig) -> None:
     """Pairs of axes that hang, starve or contradict each other."""
+    from headrace.rollout.partial import VALID_PAIRS
+
     weights, staleness, bound = config.weights, config.staleness, ahead(config)
     placement, depth = config.placement, config.buffer.depth
-    fitting = PARTIAL_CHOICES[weights.interruption]
+    fitting = VALID_PAIRS[weights.interruption]
     if weights.partial not in fitting:
         raise ConfigError(
             "weights.partial",

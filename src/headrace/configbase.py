@@ -7,7 +7,7 @@ import math
 import tomllib
 from collections.abc import Iterator
 from datetime import date, datetime, time
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
