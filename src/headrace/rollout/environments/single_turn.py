@@ -1,0 +1,104 @@
+"""Turns a task into the prompt's tokens, and ends the episode after one answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from headrace.errors import DataError
+from headrace.protocols import Turn
+from headrace.rollout.config import TasksConfig
+from headrace.types import Generation, Task
+
+
+class SingleTurn:
+    """One prompt, one answer. Holds no state, so one object may serve any number of episodes.
+
+    A string prompt is tokenised as it stands, with what the tokenizer itself puts *before* raw text (usually a
+    begin-of-text token) and nothing after it: a prompt that ends with an end token would ask for nothing. A list of
+    chat messages goes through the chat template, opened for the assistant's answer; a last message by the assistant
+    is continued. The prefill stands at the end of the text *before* tokenising, so that it joins as the model
+    expects; sampled tokens are never tokenised again.
+
+    end_token_ids: the ids that end a generation beside the tokenizer's own end token; `decode` leaves them out
+    """
+
+    def __init__(self, tokenizer: Any, config: TasksConfig, *, end_token_ids: Iterable[int] = ()) -> None:
+        self.tokenizer = tokenizer
+        self.config = config
+        ends = {*end_token_ids, tokenizer.eos_token_id}
+        self.end_token_ids = frozenset(end for end in ends if end is not None)
+
+    async def reset(self, task: Task) -> Turn:
+        return Turn(prompt_ids=self.render(task))
+
+    async def step(self, generation: Generation) -> Turn:
+        return Turn(done=True)
+
+    async def close(self) -> None:
+        pass
+
+    def render(self, task: Task) -> list[int]:
+        """[P] the prompt's token ids."""
+        text, is_chat = self._text(task)
+        ids = self._chat_ids(text) if is_chat else self._raw_ids(text)
+        if not ids:
+            raise DataError(f"task {task.task_id}: the prompt {text!r:.60} has no tokens")
+        return ids
+
+    def prompt_text(self, task: Task) -> str:
+        """The text that `render` tokenises: chat template and prefill included, begin-of-text token not."""
+        return self._text(task)[0]
+
+    def prompt_length(self, task: Task) -> int:
+        """Tokens of the prompt."""
+        return len(self.render(task))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of sampled ids: one end token at the end is left out, and so are special tokens anywhere."""
+        ids = [int(token_id) for token_id in token_ids]
+        if ids and ids[-1] in self.end_token_ids:
+            ids.pop()
+        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def _text(self, task: Task) -> tuple[str, bool]:
+        prompt = task.payload["prompt"]
+        prefill = self.config.prefill or task.payload.get("prefill") or ""
+        if isinstance(prompt, str):
+            if self.config.chat != "always":
+                return prompt + prefill, False
+            system = [{"role": "system", "content": self.config.system}] if self.config.system else []
+            prompt = [*system, {"role": "user", "content": prompt}]
+        elif self.config.chat == "never":
+            raise DataError(f"task {task.task_id}: the prompt is a list of messages, but tasks.chat = 'never'")
+        return self._templated(prompt, task) + prefill, True
+
+    def _templated(self, messages: Sequence[dict[str, Any]], task: Task) -> str:
+        if not self.tokenizer.chat_template:
+            raise DataError(
+                f"task {task.task_id} needs a chat template and the model has none: "
+                "use string prompts with tasks.chat = 'auto', or a model tuned for chat"
+            )
+        goes_on = messages[-1]["role"] == "assistant"
+        try:
+            return self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=not goes_on,
+                continue_final_message=goes_on,
+            )
+        except Exception as error:  # templates are programs that come with a model, and raise what they like
+            raise DataError(f"task {task.task_id}: the chat template refused the messages: {error}") from error
+
+    def _chat_ids(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _raw_ids(self, text: str) -> list[int]:
+        plain = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        if plain and plain[0] == self.tokenizer.bos_token_id:
+            return plain
+        full = list(self.tokenizer(text)["input_ids"])
+        for start in range(len(full) - len(plain) + 1):
+            if full[start : start + len(plain)] == plain:
+                return full[: start + len(plain)]
+        return plain
