@@ -1,0 +1,173 @@
+"""Turns statistics and units into rows of named floats: means and maxima, percentiles, lags, lengths, drops."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from headrace.types import NO_VERSION, Group, Metrics, Stat
+
+LAG_BUCKETS = 16
+"""Lags from this on share one bucket of the histogram."""
+
+
+def flatten(metrics: Metrics | Mapping[str, float | Stat]) -> dict[str, float]:
+    """Statistics into floats: the largest value for a name that ends in "max", else the mean."""
+    row = {}
+    for name, value in metrics.items():
+        if isinstance(value, Stat):
+            takes_max = name.endswith("max") and value.maximum != float("-inf")
+            row[name] = float(value.maximum if takes_max else value.mean)
+        else:
+            row[name] = float(value)
+    return row
+
+
+def percentile(values: Sequence[float] | np.ndarray, q: float) -> float:
+    """The q-th percentile (0..100), linear between neighbours; 0 for no values."""
+    finite = [value for value in map(float, values) if math.isfinite(value)]
+    return float(np.percentile(finite, q)) if finite else 0.0
+
+
+def mean(values: Iterable[float]) -> float:
+    """0 for no values; values that are not finite are left out."""
+    finite = [value for value in map(float, values) if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else 0.0
+
+
+# ------------------------------------------------------------------------------------------------ one batch's units
+
+
+def lag_metrics(lags: Sequence[int]) -> dict[str, float]:
+    """lag/mean, lag/max, and lag/hist/N: how many units had lag N ("16+" from 16 on)."""
+    row = {"lag/mean": mean(lags), "lag/max": float(max(lags, default=0))}
+    histogram = Counter(min(max(0, int(lag)), LAG_BUCKETS) for lag in lags)
+    for lag, count in sorted(histogram.items()):
+        row[f"lag/hist/{lag if lag < LAG_BUCKETS else f'{LAG_BUCKETS}+'}"] = float(count)
+    return row
+
+
+def lag_histogram(rows: Iterable[Mapping[str, float | None]]) -> dict[str, int]:
+    """Lag -> units, summed over rows, in order of lag."""
+    counts: Counter[str] = Counter()
+    for row in rows:
+        for name, value in row.items():
+            if name.startswith("lag/hist/") and value is not None:
+                counts[name.removeprefix("lag/hist/")] += int(value)
+    return dict(sorted(counts.items(), key=lambda item: int(item[0].rstrip("+"))))
+
+
+def length_metrics(lengths: Sequence[int]) -> dict[str, float]:
+    """Sampled tokens of each completion."""
+    return {
+        "length/mean": mean(lengths),
+        "length/p50": percentile(lengths, 50),
+        "length/p99": percentile(lengths, 99),
+        "length/max": float(max(lengths, default=0)),
+    }
+
+
+def batch_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
+    """reward/*, group/*, length/*, finish/* and lag/* of a batch taken at trainer version `version`.
+
+    Rewards None and NaN are left out of the means and counted in reward/missing_share.
+    """
+    scores = [score for group in groups for score in group.scores]
+    rewards = [float(s.reward) for s in scores if s.reward is not None and math.isfinite(s.reward)]
+    row = {
+        "reward/mean": mean(rewards),
+        "reward/std": float(np.std(rewards)) if rewards else 0.0,
+        "reward/missing_share": 1.0 - len(rewards) / len(scores) if scores else 0.0,
+        "group/zero_variance_share": mean(_zero_variance(group) for group in groups),
+        "group/size": mean(group.size for group in groups),
+    }
+    parts: dict[str, list[float]] = {}
+    for score in scores:
+        for name, value in score.parts.items():
+            if value is not None:
+                parts.setdefault(name, []).append(value)
+    row |= {f"reward/part/{name}": mean(values) for name, values in parts.items()}
+    episodes = [episode for group in groups for episode in group.episodes]
+    row |= length_metrics([episode.completion_length for episode in episodes])
+    reasons = Counter(sample.finish_reason for episode in episodes for sample in episode.samples)
+    samples = sum(reasons.values())
+    for reason in ("stop", "length", "abort"):
+        row[f"finish/{reason}"] = reasons[reason] / samples if samples else 0.0
+    if reasons["tool"]:
+        row["finish/tool"] = reasons["tool"] / samples
+    row["length/truncated_share"] = row["finish/length"]
+    lags = [max(0, version - group.oldest_version) for group in groups if group.oldest_version != NO_VERSION]
+    return row | lag_metrics(lags)
+
+
+def _zero_variance(group: Group) -> bool:
+    """Nothing to learn from: no two valid rewards differ."""
+    rewards = [s.reward for s in group.scores if s.reward is not None and math.isfinite(s.reward)]
+    return not rewards or max(rewards) == min(rewards)
+
+
+# ------------------------------------------------------------------------------------------------------------ drops
+
+
+def length_bucket(length: int) -> str:
+    """The bucket of a completion length, bounds included: 0-15, 16-31, 32-63, 64-127, ... doubling."""
+    if length < 16:
+        return "0-15"
+    low = 1 << (int(length).bit_length() - 1)
+    return f"{low}-{2 * low - 1}"
+
+
+def bucket_order(bucket: str) -> int:
+    return int(bucket.split("-")[0])
+
+
+class DropTally:
+    """What became of completions, by reason and by length, over a whole run.
+
+    Dropping by age or time falls on long completions first and so biases training towards short ones; the rate by length
+    shows it.
+    """
+
+    def __init__(self) -> None:
+        self.reasons: Counter[str] = Counter()
+        """Reason -> dropped units."""
+        self.seen: Counter[str] = Counter()
+        """Length bucket -> completions that were trained or dropped."""
+        self.lost: Counter[str] = Counter()
+        """Length bucket -> completions that were dropped."""
+
+    def trained(self, lengths: Iterable[int]) -> None:
+        """A unit's completions, by their sampled tokens, were trained on."""
+        self.seen.update(length_bucket(length) for length in lengths)
+
+    def dropped(self, reason: str, lengths: Iterable[int] = ()) -> None:
+        """A unit was dropped; `lengths` are the tokens sampled so far of its completions, as far as known."""
+        self.reasons[reason] += 1
+        for length in lengths:
+            self.seen[length_bucket(length)] += 1
+            self.lost[length_bucket(length)] += 1
+
+    def row(self) -> dict[str, float]:
+        """drops/REASON (units), drops/by_length/BUCKET (share dropped), drops/seen_by_length/BUCKET (completions)."""
+        row = {f"drops/{reason}": float(count) for reason, count in sorted(self.reasons.items())}
+        for bucket in sorted(self.seen, key=bucket_order):
+            row[f"drops/by_length/{bucket}"] = self.lost[bucket] / self.seen[bucket]
+            row[f"drops/seen_by_length/{bucket}"] = float(self.seen[bucket])
+        return row
+
+    def state(self) -> dict[str, dict[str, int]]:
+        """JSON-able, for a checkpoint."""
+        return {"reasons": dict(self.reasons), "seen": dict(self.seen), "lost": dict(self.lost)}
+
+    def restore(self, state: Mapping[str, Mapping[str, int]]) -> None:
+        self.reasons = Counter(state.get("reasons", {}))
+        self.seen = Counter(state.get("seen", {}))
+        self.lost = Counter(state.get("lost", {}))
+
+
+def unit_lengths(group: Group) -> list[int]:
+    """Sampled tokens of each episode, as `DropTally` wants them."""
+    return [episode.completion_length for episode in group.episodes]
