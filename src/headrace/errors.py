@@ -29,7 +29,17 @@ from typing import Any
 
 
 class HeadraceError(Exception):
-    """Root of all errors raised on purpose."""
+    """Root of all errors raised on purpose. All of them travel between processes as themselves."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exception's own way calls the constructor with the message alone, which ours do not all take
+        return (_rebuild, (type(self), self.args, self.__dict__.copy()))
+
+
+def _rebuild(kind: type[HeadraceError], args: tuple[Any, ...], state: dict[str, Any]) -> HeadraceError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
 
 
 class UserError(HeadraceError):
