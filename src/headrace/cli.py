@@ -1,0 +1,198 @@
+"""Turns a command line into calls of assemble, check and report, and their errors into one line and an exit code."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headrace.errors import ConfigError, RunDirError, RunError, UserError
+
+app = typer.Typer(
+    name="headrace",
+    help="Reinforcement learning as one flow: rollout, reward, buffer, trainer, and new weights flowing back.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+CONFIG_FILE = "config.toml"
+
+
+class Only(StrEnum):
+    ROLLOUT = "rollout"
+    TRAIN = "train"
+
+
+class Display(StrEnum):
+    AUTO = "auto"
+    LIVE = "live"
+    LINES = "lines"
+    NONE = "none"
+
+
+ConfigArgument = Annotated[
+    str, typer.Argument(metavar="CONFIG", help="A .toml file, or a preset (see `headrace presets`).")
+]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides, as in rollout.sampling.temperature=0.8.")
+]
+
+
+@app.command()
+def run(
+    config: Annotated[
+        str,
+        typer.Argument(metavar="CONFIG", help="A .toml file, or a preset. Left out with --resume.", show_default=False),
+    ] = "",
+    overrides: Overrides = None,
+    only: Annotated[
+        Only | None, typer.Option(help="rollout: write scored groups and no more; train: train on written ones.")
+    ] = None,
+    samples: Annotated[Path | None, typer.Option(help="With --only train: a file or folder of scored groups.")] = None,
+    resume: Annotated[Path | None, typer.Option(metavar="RUN_DIR", help="Go on with a run at its next step.")] = None,
+    runs_dir: Annotated[Path, typer.Option(help="Where run folders are made.")] = Path("runs"),
+    name: Annotated[
+        str, typer.Option(help="Name of the run's folder, in place of the config's.", show_default=False)
+    ] = "",
+    display: Annotated[Display | None, typer.Option(help="How progress is shown.", show_default=False)] = None,
+) -> None:
+    """Train (or only roll out), into a folder of its own."""
+    words = [word for word in (config, *(overrides or [])) if word]
+    _check_run_options(words, only, samples, resume, name)
+    shown = display.value if display else None
+    part = only.value if only else None
+    if resume is not None:
+        folder, loaded = open_run_dir(resume, words)
+        code = _run(loaded, folder, only=part, resume=True, display=shown, samples=samples)
+    else:
+        loaded = _load(words[0], words[1:] + ([f'name="{name}"'] if name else []), only=part)
+        folder = make_run_dir(runs_dir / loaded.name, loaded)
+        code = _run(loaded, folder, only=part, resume=False, display=shown, samples=samples)
+    raise typer.Exit(code)
+
+
+@app.command()
+def check(config: ConfigArgument, overrides: Overrides = None) -> None:
+    """Say what a config will do, and whether it will work, without training."""
+    from headrace.check import check as check_config
+
+    raise typer.Exit(check_config(_load(config, overrides or [], warn=False)))
+
+
+@app.command()
+def report(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")]) -> None:
+    """Print a run's figures and the part that holds it up, and draw them into report.html."""
+    if not run_dir.is_dir():
+        raise RunDirError(f"{run_dir} is no folder; give a run's folder, as in runs/quickstart")
+    from headrace.observability.report import report as report_run
+
+    report_run(run_dir)
+
+
+@app.command()
+def presets() -> None:
+    """List the presets."""
+    from headrace.config import PRESETS_FOLDER, preset_names
+
+    width = max(map(len, preset_names()))
+    for preset in preset_names():
+        first_line = (PRESETS_FOLDER / f"{preset}.toml").read_text(encoding="utf-8").partition("\n")[0]
+        typer.echo(f"{preset:{width}}  {first_line.lstrip('# ')}")
+
+
+def _check_run_options(
+    words: list[str], only: Only | None, samples: Path | None, resume: Path | None, name: str
+) -> None:
+    """Refuse combinations of options that contradict each other."""
+    if resume is None and not words:
+        raise UserError("run needs a CONFIG: a .toml file or a preset (see `headrace presets`), or --resume RUN_DIR")
+    if resume is not None and (name or only):
+        raise UserError(f"--resume goes on with the run as it is; leave out {'--name' if name else '--only'}")
+    if resume is not None and words and "=" not in words[0]:
+        raise UserError(f"--resume uses the run's own config; leave out {words[0]!r} (overrides are allowed)")
+    if (samples is not None) != (only is Only.TRAIN):
+        raise UserError("--only train and --samples go together: the samples are what it trains on")
+    if samples is not None and not samples.exists():
+        raise UserError(f"--samples: {samples} does not exist")
+
+
+def _load(source: str, overrides: list[str], *, only: str | None = None, warn: bool = True):
+    """The resolved, validated config; its warnings go to stderr."""
+    from headrace.config import load_config, resolve, validate
+
+    config = load_config(source, overrides)
+    warnings = validate(config, only=only) if warn else []
+    for warning in warnings:
+        typer.echo(f"headrace: warning: {warning}", err=True)
+    return resolve(config)
+
+
+def _run(config, run_dir: Path, *, only: str | None, resume: bool, display: str | None, samples: Path | None) -> int:
+    """Start it; a folder in which nothing happened yet is taken away again when the user has something to mend."""
+    try:
+        from headrace.assemble import run as start
+
+        return start(config, run_dir, only=only, resume=resume, display=display, samples=samples)
+    except UserError:
+        if not resume and [file.name for file in run_dir.iterdir()] == [CONFIG_FILE]:
+            (run_dir / CONFIG_FILE).unlink()
+            run_dir.rmdir()
+        raise
+
+
+def make_run_dir(run_dir: Path, config) -> Path:
+    """A new folder that holds the resolved config. One that is there already, and not empty, is never touched."""
+    from headrace.config import dump_config
+
+    text = dump_config(config)
+    try:
+        run_dir.mkdir(parents=True)
+    except FileExistsError:
+        if not run_dir.is_dir():
+            raise RunDirError(f"{run_dir} is a file; choose another name with --name") from None
+        if any(run_dir.iterdir()):
+            go_on = f", or go on with that run with --resume {run_dir}" if (run_dir / CONFIG_FILE).is_file() else ""
+            raise RunDirError(f"{run_dir} exists already; choose another name with --name{go_on}") from None
+    except NotADirectoryError:
+        raise RunDirError(f"{run_dir} lies below a file; choose another place with --runs-dir") from None
+    except OSError as error:
+        raise RunDirError(f"{run_dir} cannot be made: {error.strerror}; choose another place with --runs-dir") from None
+    (run_dir / CONFIG_FILE).write_text(text, encoding="utf-8")
+    return run_dir
+
+
+def open_run_dir(run_dir: Path, overrides: list[str]):
+    """The folder and config of a run to go on with."""
+    if not run_dir.is_dir():
+        raise RunDirError(f"--resume: {run_dir} is no folder; give a run's folder, as in runs/quickstart")
+    if not (run_dir / CONFIG_FILE).is_file():
+        raise RunDirError(f"--resume: {run_dir} has no {CONFIG_FILE}, so it is not a run's folder")
+    try:
+        return run_dir, _load(str(run_dir / CONFIG_FILE), overrides)
+    except ConfigError as error:
+        raise RunDirError(f"--resume: the run's {CONFIG_FILE} cannot be used: {error}") from None
+
+
+def main() -> None:
+    """Exit code 0: done; 1: the run could not go on; 2: something for the user to mend."""
+    try:
+        app()
+    except UserError as error:
+        _fail(error, 2)
+    except RunError as error:
+        _fail(error, 1)
+
+
+def _fail(error: Exception, code: int) -> None:
+    line = " ".join(str(error).split()) if isinstance(error, UserError) else str(error)
+    print(f"headrace: {line}", file=sys.stderr)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()
