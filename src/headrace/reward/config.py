@@ -15,7 +15,7 @@ class RewardFunctionConfig(Config):
     """[[reward.functions]]: one component of the score."""
 
     use: str
-    """`exact`, `numeric`, `regex`, `length`, `task` (the source's own verifier), or `pkg.module:fn` / `file.py:fn`."""
+    """`exact`, `numeric`, `regex`, `length`, `first_number`, `task` (the source's own verifier), `pkg.module:fn` or `file.py:fn`."""
     name: str = ""
     """Name in metrics; the function's own when empty."""
     weight: float = 1.0
