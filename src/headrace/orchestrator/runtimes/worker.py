@@ -99,7 +99,7 @@ class _Worker:
         while True:
             kind, call_id, payload = await frames.read_frame(reader)
             if kind == frames.CLOSE:
-                await self.close()
+                await self.close(call_id)
                 return
             if kind == frames.STOP_STREAM:
                 if task := self.tasks.get(call_id):
@@ -139,7 +139,7 @@ class _Worker:
             if items is not None:
                 await items.aclose()
 
-    async def close(self) -> None:
+    async def close(self, call_id: int) -> None:
         failure = None
         try:
             closing = getattr(self.part, "close", None)
@@ -148,13 +148,14 @@ class _Worker:
                 await result
         except Exception as error:
             failure = frames.pack_error(f"{self.name}.close", error)
-        self.send(frames.CLOSED, 0, failure)
+        self.send(frames.CLOSED, call_id, failure)
         await self.finish_writing()
 
     # Every frame carries the events recorded since the last one.
     def send(self, kind: int, call_id: int, value: Any) -> None:
-        events, self.events[:] = self.events[:], []
-        payload = frames.pack((value, events))  # raises for a result that cannot travel
+        count = len(self.events)
+        payload = frames.pack((value, self.events[:count]))  # raises for a result that cannot travel
+        del self.events[:count]
         frames.write_frame(self.writer, kind, call_id, payload)
 
     async def flush_events_for_ever(self) -> None:
