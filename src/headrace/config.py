@@ -227,7 +227,7 @@ def _check_flow(config: RunConfig) -> None:
     """Pairs of axes that hang, starve or contradict each other."""
     from headrace.rollout.partial import VALID_PAIRS
 
-    weights, staleness, bound = config.weights, config.staleness, ahead(config)
+    weights, staleness, bound = config.weights, config.staleness, steps_ahead(config.buffer, config.staleness)
     placement, depth = config.placement, config.buffer.depth
     fitting = VALID_PAIRS[weights.interruption]
     if weights.partial not in fitting:
@@ -339,7 +339,7 @@ def _check_inputs(config: RunConfig, only: Only | None) -> None:
     if only != "train" and not config.reward.functions and not config.rollout.function:
         raise ConfigError(
             "reward.functions",
-            'missing; add [[reward.functions]] with use = "task" (the source\'s own verifier) or another one',
+            'missing; add [[reward.functions]] with use = "exact" or another rule, or a function of your own',
         )
     if only != "rollout" and config.rollout.sampling.temperature == 0:
         raise ConfigError(
