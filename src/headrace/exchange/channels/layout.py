@@ -1,0 +1,88 @@
+"""Turns named tensors into one flat run of bytes with a manifest, and that run back into tensor views."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+TENSOR_ALIGN_BYTES = 64
+BLOCK_BYTES = 1024
+SAMPLE_EVERY = 64
+SAMPLE_ABOVE_BYTES = 16 << 20
+CAPACITY_ALIGN_BYTES = BLOCK_BYTES * SAMPLE_EVERY
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where each tensor stands: (name, dtype, shape, offset) in the order published; `bytes` without the last padding."""
+
+    entries: tuple[tuple[str, str, tuple[int, ...], int], ...]
+    bytes: int
+
+    @property
+    def capacity(self) -> int:
+        return max(1, -(-self.bytes // CAPACITY_ALIGN_BYTES)) * CAPACITY_ALIGN_BYTES
+
+    def manifest(self) -> bytes:
+        return json.dumps([self.bytes, *self.entries], separators=(",", ":")).encode()
+
+
+def plan(tensors: Sequence[tuple[str, torch.Tensor]]) -> Layout:
+    """Tensors one after another, each on a 64-byte border (every dtype may be viewed there)."""
+    entries, end = [], 0
+    for name, tensor in tensors:
+        offset = -(-end // TENSOR_ALIGN_BYTES) * TENSOR_ALIGN_BYTES
+        entries.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset))
+        end = offset + tensor.numel() * tensor.element_size()
+    return Layout(tuple(entries), end)
+
+
+def parse_manifest(manifest: bytes) -> Layout:
+    size, *entries = json.loads(manifest)
+    return Layout(tuple((name, dtype, tuple(shape), offset) for name, dtype, shape, offset in entries), size)
+
+
+def views(memory: torch.Tensor, layout: Layout) -> dict[str, torch.Tensor]:
+    """Tensors over memory [capacity] uint8, without a copy."""
+    found = {}
+    for name, dtype_name, shape, offset in layout.entries:
+        dtype: torch.dtype = getattr(torch, dtype_name)
+        size = math.prod(shape) * dtype.itemsize
+        if size == 0:
+            found[name] = torch.empty(shape, dtype=dtype)
+        else:
+            found[name] = memory[offset : offset + size].view(dtype).view(shape)
+    return found
+
+
+def fill(memory: torch.Tensor, layout: Layout, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Copy the tensors to their places in memory [capacity] uint8."""
+    targets = views(memory, layout)
+    for name, tensor in tensors:
+        source, target = tensor.detach(), targets[name]
+        if source.device.type == "cpu" and source.is_contiguous() and not source.is_conj() and not source.is_neg():
+            # the C library's copy streams past the caches, which torch's own loop does not
+            ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
+        else:
+            target.copy_(source)
+
+
+def checksum(memory: torch.Tensor, layout: Layout, version: int) -> str:
+    """Hash of manifest and bytes: all bytes up to 16 MiB; above, one 1 KiB block in 64, others with each version.
+
+    A full pass costs as much as the copy itself, at both ends. What the sample finds: bytes of another version, a
+    tensor at the wrong place, a truncated or unwritten stretch of 64 KiB or more. A single flipped byte outside the
+    sampled blocks (63 in 64) passes. Blocks are hashed in order; within a block, words are summed modulo 2^64.
+    """
+    blocks = memory[: layout.capacity].view(torch.int64).view(-1, BLOCK_BYTES // 8)
+    if layout.bytes > SAMPLE_ABOVE_BYTES:
+        blocks = blocks[version % SAMPLE_EVERY :: SAMPLE_EVERY]
+    digest = hashlib.blake2b(blocks.sum(dim=1).numpy().tobytes(), digest_size=16)
+    digest.update(layout.manifest())
+    return digest.hexdigest()
