@@ -137,6 +137,7 @@ class SharedMemoryChannel:
                 return spare
             else:
                 self.reclaimed += 1
+                spare.retire()
                 spare.close()
         segment = _Segment(layout)
         segment.lock(0.0)
@@ -201,13 +202,18 @@ class _Segment:
         self._write_header(version, len(manifest))
         return checksum(memory, layout, version)
 
+    def retire(self) -> None:
+        """Refuse every later lease. Who holds one keeps whole bytes: only the header changes."""
+        _HEADER.pack_into(self._map, 0, self._token, NO_VERSION, 0, self._start, self._capacity)
+
     def _write_header(self, version: int, manifest_bytes: int) -> None:
         _HEADER.pack_into(self._map, 0, self._token, version, manifest_bytes, self._start, self._capacity)
 
     def close(self) -> None:
         """Leave it to the readers that hold it; without any, its memory is free."""
+        self.unlock()
         os.close(self._file)
-        self._map.close()
+        del self._map
         if self._path is not None:
             os.unlink(self._path)
 
@@ -279,6 +285,8 @@ def _open_segment(ticket: WeightTicket) -> tuple[int, bytes]:
         raise StaleTicket(
             f"version {ticket.version} of {ticket.policy!r} is gone: its publisher has replaced it, closed or died"
         ) from None
+    except PermissionError as error:
+        raise PartFailed(f"cannot attach to the publisher of {ticket.policy!r}: {error}; run both as one user") from None
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
         raise StaleTicket(f"version {ticket.version} of {ticket.policy!r} is gone")
