@@ -18,6 +18,8 @@ class AdvantageConfig(Config):
 
     kind: Literal["grpo", "dr_grpo", "leave_one_out"] = "grpo"
     """grpo: (r - mean) / (std + eps); dr_grpo: r - mean; leave_one_out: r - mean of the others."""
+    function: str = ""
+    """`package.module:function` to use in place of `kind`: a group's rewards [E] and this table -> advantages [E]."""
     eps: Annotated[float, Meta(gt=0)] = 1e-6
     drop_zero_variance: bool = False
     """Drop groups whose scores are all equal and take others in their place."""
@@ -29,6 +31,8 @@ class LossConfig(Config):
     """[training.loss]: the clipped surrogate and what is added to it."""
 
     kind: Literal["clipped", "reinforce"] = "clipped"
+    function: str = ""
+    """`package.module:function` to use in place of `kind`: LossInputs -> LossOutputs (see training/losses.py)."""
     clip_low: Ratio = 0.2
     clip_high: Ratio = 0.28
     normalise: Literal["token", "sequence", "constant"] = "token"

@@ -1,0 +1,211 @@
+"""Turns packed micro-batches into new weights on one device: forward, backward, AdamW, publish, save."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.errors import ConfigError, RunDirError
+from headrace.protocols import Annotation, WeightChannel, WorkerContext
+from headrace.training import checkpoint_folder
+from headrace.training.config import TrainingConfig
+from headrace.training.losses import LossInputs, loss_function
+from headrace.training.optimizer import FlatAdamW, FlatParameters
+from headrace.training.policy import Policy, load_model
+from headrace.types import Event, Metrics, Stat, TokenBatch, WeightTicket
+
+
+def build_single_device(
+    context: WorkerContext,
+    config: TrainingConfig,
+    model_folder: str,
+    dtype: str = "float32",
+    channel: WeightChannel | None = None,
+    max_length: int = 0,
+) -> SingleDevice:
+    """Load the model and hold it for training. `max_length` is known to the batches already; it is kept for the record."""
+    if context.resources.threads:
+        torch.set_num_threads(context.resources.threads)
+    return SingleDevice(context, config, model_folder, dtype, channel)
+
+
+class SingleDevice:
+    """A policy, its optimiser and, when there is a KL term, its frozen reference. Torch runs inside the calls."""
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        config: TrainingConfig,
+        model_folder: str,
+        dtype: str,
+        channel: WeightChannel | None,
+        device: str = "cpu",
+    ) -> None:
+        self._context, self._config, self._channel = context, config, channel
+        self._model_folder = Path(model_folder)
+        model = load_model(model_folder, dtype, device)
+        self._flat = FlatParameters(model)
+        self._policy = Policy(
+            model, logits_chunk=config.logits_chunk, gradient_checkpointing=config.gradient_checkpointing
+        )
+        self._reference = None
+        if config.loss.kl_coef > 0:
+            reference = load_model(model_folder, dtype, device, check=False).requires_grad_(False)
+            self._reference = Policy(reference, logits_chunk=config.logits_chunk)
+        total = config.steps * config.epochs * config.minibatches
+        self._optimizer = FlatAdamW(self._flat, config.optimizer, total)
+        self._loss = loss_function(config)
+        self._version = -1
+
+    # --------------------------------------------------------------------------------------------------- training
+
+    async def annotate(self, batch: TokenBatch, what: Sequence[Annotation]) -> TokenBatch:
+        """Fill reference_logprobs [M] and proximal_logprobs [M]."""
+        found: dict[str, np.ndarray] = {}
+        with self._event("annotate"), torch.no_grad():
+            for name in what:
+                if name == "values":
+                    raise ConfigError(
+                        "training.backend", "single_device has no value function: 'values' cannot be annotated"
+                    )
+                policy = self._policy if name == "proximal" else self._reference
+                if policy is None:
+                    raise ConfigError(
+                        "training.loss.kl_coef", "0 keeps no reference model, but its log-probabilities are asked for"
+                    )
+                logprobs, _ = policy.logprobs(batch, entropy=False)
+                found[f"{name}_logprobs"] = logprobs.cpu().numpy()
+        return dataclasses.replace(batch, **found)
+
+    async def forward_backward(self, batch: TokenBatch) -> Metrics:
+        """Add the gradient of this micro-batch's share of the loss."""
+        if len(batch.target_ids) == 0:
+            return {"batch/empty_micro": Stat(1.0, 1.0)}
+        with self._event("forward_backward"):
+            logprobs, entropies = self._policy.logprobs(batch)
+            output = self._loss(self._loss_inputs(batch, logprobs, entropies))
+            output.loss.backward()
+        return output.metrics
+
+    def _loss_inputs(self, batch: TokenBatch, logprobs: Tensor, entropies: Tensor | None) -> LossInputs:
+        device = logprobs.device
+
+        def tensor(array: np.ndarray | None, dtype: torch.dtype = torch.float32) -> Tensor | None:
+            return None if array is None else torch.from_numpy(np.array(array)).to(device, dtype)
+
+        return LossInputs(
+            logprobs=logprobs,
+            behavior_logprobs=tensor(batch.behavior_logprobs),
+            advantages=tensor(batch.advantages),
+            samples=tensor(batch.target_samples, torch.int64),
+            sample_weights=tensor(batch.sample_weights),
+            versions=tensor(batch.target_versions, torch.int64),
+            counts=batch.counts,
+            config=self._config,
+            proximal_logprobs=tensor(batch.proximal_logprobs),
+            reference_logprobs=tensor(batch.reference_logprobs),
+            entropies=entropies,
+        )
+
+    async def optimizer_step(self) -> Metrics:
+        """Clip, step, advance the schedule, clear the gradients."""
+        with self._event("optimizer_step"):
+            norm, rate, stepped = self._optimizer.step()
+        metrics = {"optimizer/lr": Stat(rate), "optimizer/skipped": Stat(0.0 if stepped else 1.0)}
+        if stepped:
+            metrics["optimizer/grad_norm"] = Stat(norm, 1.0, norm)
+        return metrics
+
+    # ---------------------------------------------------------------------------------------------------- weights
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face names; a tied weight once, under its first name."""
+        model = self._policy.model
+        yield from ((name, p.detach()) for name, p in model.named_parameters())
+        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        yield from ((name, t) for name, t in model.state_dict().items() if name not in parameters)
+
+    async def publish(self, version: int) -> WeightTicket:
+        """Send the weights through the channel as `version`."""
+        if self._channel is None:
+            raise ConfigError("weights.channel", "this trainer was built without a channel: it cannot publish")
+        with self._event("publish", version):
+            ticket = self._channel.publish(self.named_tensors(), version)
+        self._version = version
+        return ticket
+
+    async def fingerprint(self) -> str:
+        """sha256 over all weights."""
+        values = self._flat.values.detach().cpu().contiguous()
+        return hashlib.sha256(values.view(torch.uint8).numpy()).hexdigest()
+
+    # ------------------------------------------------------------------------------------------------ checkpoints
+
+    async def save(self, folder: str) -> None:
+        """Write the folder whole or not at all: weights, tokenizer, optimiser, schedule, random state, manifest."""
+        with self._event("save"):
+            checkpoint_folder.write_folder(folder, self._fill)
+
+    def _fill(self, folder: Path) -> None:
+        from safetensors.torch import save_file
+
+        self._policy.model.save_pretrained(folder)
+        checkpoint_folder.copy_companions(self._model_folder, folder)
+        state = {**self._optimizer.state(), "torch_rng": torch.get_rng_state()}
+        save_file(
+            {name: t.detach().cpu().contiguous() for name, t in state.items()}, folder / checkpoint_folder.OPTIMIZER
+        )
+        facts = {"format": 1, "attempts": self._optimizer.attempts, "parameters": self._flat.values.numel()}
+        (folder / checkpoint_folder.TRAINER).write_text(json.dumps(facts, indent=1))
+
+    async def load(self, folder: str) -> None:
+        """Go on from a folder that `save` wrote."""
+        from safetensors.torch import load_file
+
+        checkpoint_folder.verify_folder(folder)
+        facts = json.loads((Path(folder) / checkpoint_folder.TRAINER).read_text())
+        if facts["parameters"] != self._flat.values.numel():
+            raise RunDirError(
+                f"{folder} holds a model of {facts['parameters']} weights, this run's has {self._flat.values.numel()}"
+            )
+        saved = load_model(folder, _dtype_name(self._flat.values.dtype), "cpu", check=False)
+        with torch.no_grad():
+            self._policy.model.load_state_dict(saved.state_dict())
+        self._flat.load()
+        state = load_file(Path(folder) / checkpoint_folder.OPTIMIZER)
+        torch.set_rng_state(state.pop("torch_rng"))
+        self._optimizer.restore(state, facts["attempts"])
+
+    async def close(self) -> None:
+        """Nothing is held outside this process."""
+
+    # ----------------------------------------------------------------------------------------------------- events
+
+    @contextmanager
+    def _event(self, kind: str, version: int | None = None) -> Iterator[None]:
+        start = time.monotonic_ns()
+        try:
+            yield
+        finally:
+            self._context.record(
+                Event(
+                    start,
+                    self._context.name,
+                    kind,
+                    version=self._version if version is None else version,
+                    duration_ns=time.monotonic_ns() - start,
+                )
+            )
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return {torch.float32: "float32", torch.bfloat16: "bfloat16"}[dtype]

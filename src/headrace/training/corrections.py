@@ -1,0 +1,57 @@
+"""Turns log-ratios between two policies into importance weights, keep masks and the effective sample size."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headrace.training.config import CorrectionConfig
+
+MAX_LOG_RATIO = 20.0
+"""exp of more is no weight any more; the clamp keeps a ratio finite in float32."""
+
+
+class Correction(NamedTuple):
+    """weights: [M] factor of each target's loss; keep: [M] bool, False where the ratio was outside the band."""
+
+    weights: Tensor
+    keep: Tensor
+
+
+def sequence_mean(values: Tensor, samples: Tensor, n_samples: int) -> Tensor:
+    """[M] each target's value replaced by the mean over its sample."""
+    totals = values.new_zeros(n_samples).index_add_(0, samples, values)
+    sizes = values.new_zeros(n_samples).index_add_(0, samples, torch.ones_like(values))
+    return (totals / sizes.clamp(min=1))[samples]
+
+
+def importance_ratios(log_ratios: Tensor, samples: Tensor, n_samples: int, level: str) -> Tensor:
+    """[M] exp(log ratio): of the token, or the geometric mean over its sample."""
+    if level == "sequence":
+        log_ratios = sequence_mean(log_ratios, samples, n_samples)
+    return log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def correct(log_ratios: Tensor, samples: Tensor, n_samples: int, config: CorrectionConfig) -> Correction:
+    """[M] log pi_proximal / pi_behaviour -> weights and mask.
+
+    truncate: min(ratio, high) (Espeholt et al. 2018; Yao et al. 2025); mask: the ratio inside [low, high], else left out.
+    """
+    everything = torch.ones_like(log_ratios, dtype=torch.bool)
+    if config.kind == "none":
+        return Correction(torch.ones_like(log_ratios), everything)
+    ratios = importance_ratios(log_ratios, samples, n_samples, config.level)
+    if config.kind == "truncate":
+        return Correction(ratios.clamp(max=config.high), everything)
+    keep = (ratios >= config.low) & (ratios <= config.high)
+    return Correction(torch.where(keep, ratios, 0.0), keep)
+
+
+def effective_sample_share(weights: Tensor) -> float:
+    """(sum w)^2 / (n sum w^2): 1 when all weights are equal, 1/n when one has it all; 1 for no weight at all."""
+    squares = weights.square().sum()
+    if weights.numel() == 0 or squares == 0:
+        return 1.0
+    return float(weights.sum().square() / (weights.numel() * squares))

@@ -1,0 +1,216 @@
+"""Turns flat log-probabilities and advantages into one loss and its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace.training.config import TrainingConfig
+from headrace.training.corrections import (
+    MAX_LOG_RATIO,
+    Correction,
+    correct,
+    effective_sample_share,
+    importance_ratios,
+)
+from headrace.training.registry import resolve
+from headrace.types import BatchCounts, Metrics, Stat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossInputs:
+    """One micro-batch, flat over its targets.
+
+    logprobs: [M] under the current policy, with gradient
+    behavior_logprobs, advantages: [M]
+    samples: [M] which of the B samples a target belongs to; sample_weights: [B] 0 takes a sample out of the loss
+    proximal_logprobs: [M], or None when no update was made since the batch was taken (then it equals the current policy)
+    reference_logprobs: [M], when there is a KL term; entropies: [M], a metric
+    versions: [M] the policy version that sampled the target
+    """
+
+    logprobs: Tensor
+    behavior_logprobs: Tensor
+    advantages: Tensor
+    samples: Tensor
+    sample_weights: Tensor
+    versions: Tensor
+    counts: BatchCounts
+    config: TrainingConfig
+    proximal_logprobs: Tensor | None = None
+    reference_logprobs: Tensor | None = None
+    entropies: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LossOutputs:
+    """loss: scalar, this micro-batch's share of the optimiser step's loss."""
+
+    loss: Tensor
+    metrics: Metrics
+
+
+LossFn = Callable[[LossInputs], LossOutputs]
+
+
+# ----------------------------------------------------------------------------------------------------------- terms
+
+
+def normaliser(inputs: LossInputs) -> Tensor:
+    """[M] what each target's loss is multiplied by, so that micro-batches of any split add up to the same loss.
+
+    token: 1 / tokens of the step; sequence: 1 / (sequences of the step * the sample's tokens); constant: 1 / (sequences * L).
+    """
+    counts, kind = inputs.counts, inputs.config.loss.normalise
+    weights = inputs.sample_weights[inputs.samples]
+    if kind == "token":
+        return weights / max(counts.tokens, 1)
+    if kind == "constant":
+        return weights / max(counts.sequences * counts.max_length, 1)
+    sizes = torch.zeros_like(inputs.sample_weights).index_add_(0, inputs.samples, torch.ones_like(weights))
+    return weights / (sizes[inputs.samples] * max(counts.sequences, 1))
+
+
+def kl_terms(logprobs: Tensor, reference: Tensor, estimator: str) -> Tensor:
+    """[M] estimates of KL(current || reference) from the current policy's samples. Schulman 2020, "Approximating KL".
+
+    k1 = log p - log q; k2 = k1^2 / 2; k3 = q/p - 1 - log(q/p). The gradient of k1 itself is zero in expectation, so k1
+    has its own value and the gradient of k2, which is that of the KL: all three pull towards the reference.
+    """
+    difference = (logprobs - reference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if estimator == "k3":
+        return torch.exp(-difference) - 1 + difference
+    k2 = difference.square() / 2
+    return k2 if estimator == "k2" else k2 + (difference - k2).detach()
+
+
+def _correction(inputs: LossInputs) -> Correction:
+    """The weight between behaviour and proximal policy.
+
+    Where the ratio already is current / behaviour (clipped, old_logprobs = engine) it holds that weight, so masking only
+    masks and truncating only takes away what is above `high`.
+    """
+    config, n_samples = inputs.config.correction, len(inputs.sample_weights)
+    proximal = inputs.logprobs.detach() if inputs.proximal_logprobs is None else inputs.proximal_logprobs
+    log_ratios = proximal - inputs.behavior_logprobs
+    found = correct(log_ratios, inputs.samples, n_samples, config)
+    weighted_already = inputs.config.loss.kind == "clipped" and inputs.config.loss.old_logprobs == "engine"
+    if config.kind == "none" or not weighted_already:
+        return found
+    if config.kind == "mask":
+        return Correction(found.keep.to(found.weights.dtype), found.keep)
+    ratios = importance_ratios(log_ratios, inputs.samples, n_samples, config.level)
+    return Correction((config.high / ratios).clamp(max=1.0), found.keep)
+
+
+def _old_logprobs(inputs: LossInputs) -> Tensor:
+    """[M] the denominator of the ratio."""
+    if inputs.config.loss.old_logprobs == "engine":
+        return inputs.behavior_logprobs
+    return inputs.logprobs.detach() if inputs.proximal_logprobs is None else inputs.proximal_logprobs
+
+
+# ---------------------------------------------------------------------------------------------------------- losses
+
+
+def clipped(inputs: LossInputs) -> LossOutputs:
+    """-min(r A, clip(r, 1 - low, 1 + high) A) with r = current / old. Schulman et al. 2017; clip-higher: Yu et al. 2025."""
+    loss = inputs.config.loss
+    ratios = (inputs.logprobs - _old_logprobs(inputs)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    bounded = ratios.clamp(1 - loss.clip_low, 1 + loss.clip_high)
+    surrogate = -torch.minimum(ratios * inputs.advantages, bounded * inputs.advantages)
+    too_high = (ratios > 1 + loss.clip_high) & (inputs.advantages > 0)
+    too_low = (ratios < 1 - loss.clip_low) & (inputs.advantages < 0)
+    return finish(inputs, surrogate, ratios.detach(), too_low, too_high)
+
+
+def reinforce(inputs: LossInputs) -> LossOutputs:
+    """-A log p: no ratio in the loss; importance weights come from the correction alone. Williams 1992."""
+    ratios = (inputs.logprobs - _old_logprobs(inputs)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    nothing = torch.zeros_like(ratios, dtype=torch.bool)
+    return finish(inputs, -inputs.advantages * inputs.logprobs, ratios.detach(), nothing, nothing)
+
+
+LOSSES: dict[str, LossFn] = {"clipped": clipped, "reinforce": reinforce}
+
+
+def loss_function(config: TrainingConfig) -> LossFn:
+    """The loss that the config names."""
+    return resolve(config.loss.function or config.loss.kind, LOSSES, "training.loss.function")
+
+
+def finish(inputs: LossInputs, per_token: Tensor, ratios: Tensor, too_low: Tensor, too_high: Tensor) -> LossOutputs:
+    """Weigh, add KL, sum, and count."""
+    scale = normaliser(inputs)
+    counted = scale > 0
+    correction = _correction(inputs)
+    per_token = per_token * correction.weights.detach()
+    metrics = {
+        "loss/clip_share": stat((too_low | too_high).float(), counted),
+        "loss/clip_low_share": stat(too_low.float(), counted),
+        "loss/clip_high_share": stat(too_high.float(), counted),
+        "loss/ratio_mean": stat(ratios, counted),
+        "loss/ratio_max": peak(ratios, counted),
+        "correction/ess": _ess(inputs, ratios, correction, counted),
+    }
+    if inputs.config.correction.kind != "none":
+        metrics["correction/weight_mean"] = stat(correction.weights, counted)
+        metrics["correction/masked_share"] = stat((~correction.keep).float(), counted)
+    if inputs.config.loss.kl_coef > 0 and inputs.reference_logprobs is not None:
+        kl = kl_terms(inputs.logprobs, inputs.reference_logprobs, inputs.config.loss.kl_estimator)
+        metrics["loss/kl"] = stat(kl.detach(), counted)
+        per_token = per_token + inputs.config.loss.kl_coef * kl
+    if inputs.entropies is not None:
+        metrics["loss/entropy"] = stat(inputs.entropies, counted)
+    # A sample taken out of the loss must stay out whatever its numbers are: 0 * NaN would not.
+    loss = torch.where(counted, per_token * scale, 0.0).sum()
+    value = float(loss.detach())
+    metrics["loss/total"] = Stat(value, float(counted.sum()) / max(inputs.counts.tokens, 1))
+    metrics.update(mismatch_metrics(inputs))
+    return LossOutputs(loss, metrics)
+
+
+# --------------------------------------------------------------------------------------------------------- metrics
+
+
+def stat(values: Tensor, mask: Tensor) -> Stat:
+    """Mean over mask."""
+    kept = values[mask].double()
+    return Stat(float(kept.sum()), float(kept.numel()), float(kept.max()) if kept.numel() else float("-inf"))
+
+
+def peak(values: Tensor, mask: Tensor) -> Stat:
+    """Largest value over mask: read `maximum` (names that end in `_max`)."""
+    kept = values[mask]
+    return Stat(float(kept.max()), 1.0, float(kept.max())) if kept.numel() else Stat(0.0, 0.0)
+
+
+def _ess(inputs: LossInputs, ratios: Tensor, correction: Correction, counted: Tensor) -> Stat:
+    """Effective share of the targets under the whole weight that the loss gives them."""
+    whole = correction.weights * (ratios if inputs.config.loss.kind == "clipped" else 1.0)
+    n = float(counted.sum())
+    return Stat(effective_sample_share(whole[counted]) * n, n)
+
+
+def mismatch_metrics(inputs: LossInputs) -> Metrics:
+    """How far the trainer's log-probabilities are from the engine's, for samples of one version and of several apart."""
+    trainer = inputs.logprobs.detach() if inputs.proximal_logprobs is None else inputs.proximal_logprobs
+    difference = trainer - inputs.behavior_logprobs
+    n_samples = len(inputs.sample_weights)
+    low = torch.full((n_samples,), torch.iinfo(torch.int64).max, device=difference.device)
+    low.scatter_reduce_(0, inputs.samples, inputs.versions, "amin")
+    high = torch.full((n_samples,), torch.iinfo(torch.int64).min, device=difference.device)
+    high.scatter_reduce_(0, inputs.samples, inputs.versions, "amax")
+    mixed = (low < high)[inputs.samples]
+    bounded = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    k3 = torch.exp(bounded) - 1 - bounded
+    metrics: Metrics = {}
+    for prefix, mask in (("mismatch", ~mixed), ("mismatch/mixed", mixed)):
+        metrics[f"{prefix}/logprob_diff_mean"] = stat(difference.abs(), mask)
+        metrics[f"{prefix}/logprob_diff_max"] = peak(difference.abs(), mask)
+        metrics[f"{prefix}/k3"] = stat(k3, mask)
+    metrics["mismatch/mixed_share"] = stat(mixed.float(), torch.ones_like(mixed))
+    return metrics

@@ -1,0 +1,114 @@
+"""Turns accumulated gradients into new weights: AdamW over one flat tensor that the parameters are views of."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from headrace.training.config import OptimizerConfig
+
+ALIGNMENT = 16
+"""Elements: each parameter starts on a cache line."""
+
+
+class FlatParameters:
+    """All parameters of a model in one tensor, all gradients in another.
+
+    values: [P] in the model's type; grads: [P]; master: [P] float32, `values` itself when that is float32
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        first = parameters[0]
+        self.offsets = [0]
+        for p in parameters:
+            self.offsets.append(self.offsets[-1] + -(-p.numel() // ALIGNMENT) * ALIGNMENT)
+        self.values = torch.zeros(self.offsets[-1], dtype=first.dtype, device=first.device)
+        self.grads = torch.zeros_like(self.values)
+        for p, start in zip(parameters, self.offsets[:-1], strict=True):
+            view = self.values[start : start + p.numel()].view(p.shape)
+            view.copy_(p.data)
+            p.data = view
+            p.grad = self.grads[start : start + p.numel()].view(p.shape)
+        self.master = self.values if first.dtype == torch.float32 else self.values.float()
+        self._parameters = parameters
+
+    def load(self) -> None:
+        """Take over weights that were written into the model's parameters."""
+        if self.master is not self.values:
+            self.master.copy_(self.values)
+
+
+def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """The rate of the step-th optimiser step (0 first): warm-up, then constant, or down to 0 after the last."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    done = (step - config.warmup_steps) / max(total_steps - config.warmup_steps, 1)
+    done = min(done, 1.0)
+    if config.schedule == "linear":
+        return config.lr * (1 - done)
+    if config.schedule == "cosine":
+        return config.lr * (1 + math.cos(math.pi * done)) / 2
+    return config.lr
+
+
+class FlatAdamW:
+    """AdamW on a FlatParameters. Clipping costs no pass of its own: the fused kernel divides by `grad_scale`."""
+
+    def __init__(self, flat: FlatParameters, config: OptimizerConfig, total_steps: int) -> None:
+        self.flat, self.config, self.total_steps = flat, config, total_steps
+        self.attempts = 0
+        self._target = nn.Parameter(flat.master, requires_grad=True)
+        self._adam = torch.optim.AdamW(
+            [self._target],
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+
+    def step(self) -> tuple[float, float, bool]:
+        """(gradient norm before clipping, learning rate, stepped). A gradient that is not finite changes nothing."""
+        rate = learning_rate(self.config, self.attempts, self.total_steps)
+        self.attempts += 1
+        grads = self.flat.grads
+        norm = float(torch.linalg.vector_norm(grads, dtype=torch.float32))
+        if not math.isfinite(norm):
+            grads.zero_()
+            return norm, rate, False
+        self._adam.param_groups[0]["lr"] = rate
+        clip = self.config.clip_norm
+        scale = norm / clip if clip > 0 and norm > clip else None
+        self._adam.grad_scale = None if scale is None else torch.tensor(scale, device=grads.device)
+        self._target.grad = grads if grads.dtype == torch.float32 else grads.float()
+        self._adam.step()
+        self._target.grad = None
+        if self.flat.master is not self.flat.values:
+            self.flat.values.copy_(self.flat.master)
+        grads.zero_()
+        return norm, rate, True
+
+    def state(self) -> dict[str, Tensor]:
+        """Tensors to save."""
+        found = self._adam.state.get(self._target, {})
+        state = {name: found[name] for name in ("exp_avg", "exp_avg_sq") if name in found}
+        state["step"] = torch.as_tensor(float(found.get("step", 0.0)))
+        if self.flat.master is not self.flat.values:
+            state["master"] = self.flat.master
+        return state
+
+    def restore(self, state: dict[str, Tensor], attempts: int) -> None:
+        """Take over saved tensors."""
+        self.attempts = attempts
+        self._adam.state.pop(self._target, None)
+        if "exp_avg" in state:
+            self._adam.state[self._target] = {
+                "step": state["step"].clone().to(self._target.device, torch.float32),
+                "exp_avg": state["exp_avg"].clone().to(self._target.device),
+                "exp_avg_sq": state["exp_avg_sq"].clone().to(self._target.device),
+            }
+        if "master" in state:
+            self.flat.master.copy_(state["master"])
