@@ -230,8 +230,12 @@ class LiveDisplay:
         line.append(f"step {status.step}/{total}", style="bold")
         line.append(f"   {clock(status.elapsed_s)}")
         line.append(f"   left {clock(left)}" if left is not None else "")
-        bar = ProgressBar(total=max(1, total), completed=min(status.step, total), width=width)
-        return Group(line, bar) if not self._ascii else line
+        if self._ascii:
+            return line
+        # In a table, since a bare bar ends without a line break.
+        bar = Table.grid()
+        bar.add_row(ProgressBar(total=max(1, total), completed=min(status.step, total), width=width))
+        return Group(line, bar)
 
     def _reward(self, status: FlowStatus, width: int) -> RenderableType:
         line = Text(no_wrap=True, overflow="crop")
