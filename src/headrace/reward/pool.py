@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.errors import HeadraceError, WorkerDied
+from headrace.errors import CallTimeout, HeadraceError, WorkerDied
 from headrace.protocols import EventSink, Proxy, Resources, Rewarder, RewardRequest, RewardUnit, Runtime, WorkerContext
 from headrace.reward.combine import failed_score
 from headrace.reward.config import RewardConfig
@@ -201,16 +201,15 @@ class PooledRewarder(Rewarder):
         for task in loops:
             task.cancel()
         await asyncio.gather(*loops, return_exceptions=True)
-        for jobs in self._running.values():
+        interrupted, self._running = self._running, {}
+        for jobs in interrupted.values():
             for job in jobs:
                 self._fail(job, "the reward pool is closed")
-        self._running.clear()
         for slot in self._slots:
             proxy, slot.proxy = slot.proxy, None
             if proxy is not None:
-                # Its call in progress can block for ever, so it is not asked.
-                await (proxy.kill() if slot.began_s is not None else proxy.close())
-            slot.began_s = None
+                # A call in progress can block for ever, so such a worker is not asked.
+                await (proxy.kill() if slot.name in interrupted else proxy.close())
 
     # ------------------------------------------------------------------------------------------------- the workers
 
@@ -220,37 +219,38 @@ class PooledRewarder(Rewarder):
         failures = [outcome for outcome in spawned if isinstance(outcome, BaseException)]
         if failures:
             for slot in self._slots:
-                proxy, slot.proxy = slot.proxy, None
-                if proxy is not None:
-                    await proxy.kill()
+                await self._discard(slot)
             raise failures[0]
         self.meter.start(loop.time())
         for slot in self._slots:
             self._loops[slot.name] = loop.create_task(self._serve(slot), name=slot.name)
 
     async def _spawn(self, slot: _Slot) -> None:
-        async with asyncio.timeout(SPAWN_TIMEOUT_S):
-            slot.proxy = await self._runtime.spawn(
-                slot.name, build_worker, self._config, str(self._base_folder), resources=Resources(threads=1)
-            )
-            self._facts = await slot.proxy.facts()
+        try:
+            async with asyncio.timeout(SPAWN_TIMEOUT_S):
+                slot.proxy = await self._runtime.spawn(
+                    slot.name, build_worker, self._config, str(self._base_folder), resources=Resources(threads=1)
+                )
+                self._facts = await slot.proxy.facts()
+        except TimeoutError:
+            raise CallTimeout(f"{slot.name} was not ready after {SPAWN_TIMEOUT_S:g} s") from None
         self._limit_s = self._config.timeout_s + (ASYNC_GRACE_S if self._facts.asynchronous else 0.0)
 
-    async def _replace(self, slot: _Slot) -> bool:
-        """A new worker in the place of one that is gone. False when none can be had."""
+    async def _discard(self, slot: _Slot) -> None:
         proxy, slot.proxy = slot.proxy, None
         if proxy is not None:
             await proxy.kill()
+
+    async def _replace(self, slot: _Slot) -> bool:
+        """A new worker in an empty place. False when none can be had."""
         problem: BaseException | None = None
         for wait_s in RESPAWN_WAITS_S:
             await asyncio.sleep(wait_s)
             try:
                 await self._spawn(slot)
-            except (HeadraceError, TimeoutError, OSError) as error:
+            except (HeadraceError, OSError) as error:
                 problem = error
-                if slot.proxy is not None:
-                    await slot.proxy.kill()
-                    slot.proxy = None
+                await self._discard(slot)
                 continue
             self.meter.count("replacements")
             return True
@@ -259,29 +259,34 @@ class PooledRewarder(Rewarder):
         return False
 
     async def _serve(self, slot: _Slot) -> None:
-        """One worker's loop: take what waits, call, hand out, replace the worker when it is gone."""
+        """One worker's loop: wait for work, replace the worker when it is gone, take what waits, call, hand out."""
         try:
             while True:
-                if slot.proxy is None or not slot.proxy.alive:
-                    self.meter.count("deaths", 0 if slot.proxy is None else 1)
-                    if not await self._replace(slot):
-                        return
-                jobs = await self._next_jobs()
-                self._running[slot.name] = jobs
-                await self._call(slot, jobs)
-                self._running.pop(slot.name, None)
+                if slot.proxy is not None:
+                    await self._work_is_there()
+                    if not slot.proxy.alive:  # it died while it had nothing to do
+                        await self._discard(slot)
+                        self.meter.count("deaths")
+                if slot.proxy is None and not await self._replace(slot):
+                    return
+                if jobs := self._next_jobs():
+                    self._running[slot.name] = jobs
+                    await self._call(slot, jobs)
+                    del self._running[slot.name]
         finally:
             self._loops.pop(slot.name, None)
 
-    async def _next_jobs(self) -> list[_Job]:
-        """Wait for work; the oldest job, with per-sample ones behind it that may share its call."""
-        while True:
-            while self._queue and self._queue[0].future.done():  # its caller was cancelled
-                self._queue.popleft()
-            if self._queue:
-                break
+    async def _work_is_there(self) -> None:
+        while not self._queue:
             self._arrived.clear()
             await self._arrived.wait()
+
+    def _next_jobs(self) -> list[_Job]:
+        """The oldest job, with per-sample ones behind it that may share its call; those of cancelled callers are left out."""
+        while self._queue and self._queue[0].future.done():
+            self._queue.popleft()
+        if not self._queue:
+            return []
         jobs = [self._queue.popleft()]
         limit = 1 if jobs[0].alone else self._batch_limit()
         while self._queue and len(jobs) < limit and not self._queue[0].alone:
@@ -307,19 +312,20 @@ class PooledRewarder(Rewarder):
         loop = asyncio.get_running_loop()
         requests = [request for job in jobs for request in job.requests]
         assert slot.proxy is not None
-        proxy, began_s = slot.proxy, loop.time()
+        began_s = loop.time()
         slot.began_s = began_s
         try:
             async with asyncio.timeout(self._limit_s):
-                reply: ScoredCall = await proxy.score(requests)
+                reply: ScoredCall = await slot.proxy.score(requests)
         except TimeoutError:
             self.meter.count("timeouts")
             self._record(score_event(slot.name, requests, began_s, loop.time()))  # the killed worker's own is lost
-            slot.proxy = None
-            await proxy.kill()
+            await self._discard(slot)
             problem = f"no answer after {self._limit_s:g} s; the worker was killed"
             self._retry(jobs, problem, died=False)
         except WorkerDied:
+            self.meter.count("deaths")
+            await self._discard(slot)
             self._record(score_event(slot.name, requests, began_s, loop.time()))
             self._retry(jobs, "the worker died twice while scoring it", died=True)
         except Exception as error:
