@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
 WIDTH, HEIGHT = 640, 250
@@ -55,7 +55,7 @@ def number(value: float) -> str:
     if size >= 1e4:
         return f"{value / 1e3:.3g}k"
     if size != 0 and size < 1e-3:
-        return f"{value:.1e}".replace("e-0", "e-")
+        return f"{value:.2g}".replace("e-0", "e-")
     return f"{value:.4g}"
 
 
@@ -70,7 +70,7 @@ def _thin(series: Series) -> Series:
         good = [y for y in series.ys[start : start + stride] if math.isfinite(y)]
         xs.append(series.xs[min(n - 1, start + stride // 2)])
         ys.append(sum(good) / len(good) if good else math.nan)
-    return Series(name=series.name, xs=xs, ys=ys, colour=series.colour, style=series.style)
+    return replace(series, xs=xs, ys=ys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +81,17 @@ class Frame:
     x1: float
     y0: float
     y1: float
+    log: bool = False
+    """y0, y1 and every y are positive; equal factors take equal height."""
 
     def x(self, value: float) -> float:
         return LEFT + (value - self.x0) / ((self.x1 - self.x0) or 1.0) * (WIDTH - LEFT - RIGHT)
 
     def y(self, value: float) -> float:
-        share = (value - self.y0) / ((self.y1 - self.y0) or 1.0)
+        low, high = self.y0, self.y1
+        if self.log:
+            low, high, value = math.log10(low), math.log10(high), math.log10(value)
+        share = (value - low) / ((high - low) or 1.0)
         return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
 
 
@@ -137,8 +142,14 @@ def line_chart(
     y_label: str,
     x_label: str = "step",
     y_range: tuple[float | None, float | None] = (None, None),
+    log: bool = False,
 ) -> str:
-    """Lines over a common x axis; a bound of `y_range` holds unless the data go beyond it."""
+    """Lines over a common x axis; a bound of `y_range` holds unless the data go beyond it.
+
+    `log`: a logarithmic y axis over at most six powers of ten; what is not positive is left out.
+    """
+    if log:
+        series = [replace(s, ys=[y if y > 0 else math.nan for y in s.ys]) for s in series]
     series = [_thin(s) for s in series if any(math.isfinite(y) for y in s.ys)]
     if not series:
         return nothing("not recorded in this run")
@@ -146,11 +157,17 @@ def line_chart(
     ys = [y for s in series for y in s.ys if math.isfinite(y)]
     low = min([min(ys)] + [b for b in y_range[:1] if b is not None])
     high = max([max(ys)] + [b for b in y_range[1:] if b is not None])
-    y_ticks = ticks(low, high)
+    if log:
+        top = math.ceil(math.log10(max(ys)))
+        bottom = max(top - 6, min(top - 1, math.floor(math.log10(min(ys)))))
+        y_ticks = [10.0**power for power in range(bottom, top + 1)]
+        series = [replace(s, ys=[max(y, y_ticks[0]) for y in s.ys]) for s in series]
+    else:
+        y_ticks = ticks(low, high)
     x_low, x_high = min(xs), max(xs)
     if x_high <= x_low:
         x_low, x_high = x_low - 1, x_high + 1
-    frame = Frame(x_low, x_high, y_ticks[0], y_ticks[-1])
+    frame = Frame(x_low, x_high, y_ticks[0], y_ticks[-1], log)
     body = _axes(frame, ticks(x_low, x_high, 8, whole=x_label == "step"), y_ticks, x_label, y_label)
     for s in sorted(series, key=lambda s: s.style != "faint"):
         body += _draw(s, frame)
@@ -162,7 +179,10 @@ def line_chart(
             for s in series
         ],
     }
-    return legend([(s.name, s.colour) for s in series]) + _svg(body, y_label, data)
+    shades = [
+        (s.name, f"color-mix(in srgb, {s.colour} 40%, transparent)" if s.style == "faint" else s.colour) for s in series
+    ]
+    return legend(shades) + _svg(body, y_label, data)
 
 
 def _json_number(value: float) -> float | None:
@@ -236,7 +256,8 @@ def bar_chart(
     """Named bars: (name, height, words above it)."""
     if not bars:
         return nothing("not recorded in this run")
-    y_ticks = ticks(0, max([y_max] + [height for _, height, _ in bars]) or 1.0)
+    # Room above the highest bar for its words.
+    y_ticks = ticks(0, max(y_max, 1.08 * max(height for _, height, _ in bars)) or 1.0)
     frame = Frame(0, max(len(bars), 4), 0, y_ticks[-1])
     body = _axes(frame, [], y_ticks, x_label, y_label)
     width = (frame.x(1) - frame.x(0)) * 0.72

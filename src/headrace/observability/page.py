@@ -174,20 +174,22 @@ def _learning(report: Report) -> str:
                  Series(name="groups without variance (share)", xs=steps, ys=zero, colour="var(--red)"),
                  Series(name="reward standard deviation", xs=steps, ys=report.column("reward/std"), colour="var(--blue)"),
              ], "share · std", y_range=(0, None))),
+        card("Entropy", "Of the policy, a token. Falling to zero early means that it stopped exploring.",
+             _lines(report, "nats", ("entropy", "loss/entropy", "var(--teal)"))),
         card("Size of the updates", "Gradient norm before clipping. A spike that does not come back is an unstable run.",
              _lines(report, "gradient norm", ("gradient norm", "optimizer/grad_norm", "var(--orange)"))),
-        card("Exploration and clipping", "Entropy of the policy (nats a token), and tokens whose ratio was clipped.",
-             _lines(report, "entropy · share", ("entropy", "loss/entropy", "var(--teal)"),
-                    ("clipped tokens (share)", "loss/clip_share", "var(--red)"),
-                    ("KL to the reference", "loss/kl", "var(--violet)"))),
+        card("Clipping", "Tokens whose probability moved beyond the clip range. Much of it: steps are too large.",
+             _lines(report, "share of tokens", ("clipped tokens", "loss/clip_share", "var(--red)"))),
+        card("Distance to the reference", "KL divergence a token to the model at the start, where it is part of the loss.",
+             _lines(report, "nats", ("KL", "loss/kl", "var(--violet)"))),
     ]  # fmt: skip
     return chapter("Does it learn?", *cards)
 
 
-def _lines(report: Report, y_label: str, *lines: tuple[str, str, str]) -> str:
+def _lines(report: Report, y_label: str, *lines: tuple[str, str, str], log: bool = False) -> str:
     steps = report.steps()
     series = [Series(name=name, xs=steps, ys=report.column(metric), colour=colour) for name, metric, colour in lines]
-    return line_chart(series, y_label, y_range=(0, None))
+    return line_chart(series, y_label, y_range=(0, None), log=log)
 
 
 def _freshness(report: Report) -> str:
@@ -198,7 +200,7 @@ def _freshness(report: Report) -> str:
         card("Rollout against trainer", "Difference of the two log-probabilities of a sampled token. Large: two policies.",
              _lines(report, "|Δ log-prob|, nats", ("mean", "mismatch/logprob_diff_mean", "var(--blue)"),
                     ("mean, mixed versions", "mismatch/mixed/logprob_diff_mean", "var(--orange)"),
-                    ("max", "mismatch/logprob_diff_max", "var(--soft)"))),
+                    ("max", "mismatch/logprob_diff_max", "var(--soft)"), log=True)),
         card("Lag of what was trained on", "Trained batches between sampling a unit's oldest token and its use.",
              bar_chart(bars, "lag, in versions", "units", "var(--violet)")),
         card("Effective sample size", "Share of the batch that importance weights leave. Near 0: few tokens decide.",
@@ -230,7 +232,7 @@ def _speed(report: Report) -> str:
         card("Weight sync", "Seconds from publish to live, and the longest stand-still of an engine.",
              _lines(report, "seconds", ("whole sync", "sync/seconds", "var(--green)"),
                     ("stand-still", "sync/standstill_s", "var(--red)"),
-                    ("to the first token of the new version", "sync/to_first_token_s", "var(--violet)"))),
+                    ("to the first token of the new version", "sync/to_first_token_s", "var(--violet)"), log=True)),
         card("Queue", "Groups being generated and scored, ready for the trainer, and held altogether.",
              _lines(report, "groups", ("running", "queue/running", "var(--blue)"), ("ready", "queue/ready", "var(--green)"),
                     ("held", "queue/held", "var(--soft)"))),
