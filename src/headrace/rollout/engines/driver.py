@@ -1,0 +1,276 @@
+"""Turns awaited calls into work of a core: its passes run in a thread of their own, or inline between the loop's turns."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
+
+from headrace.errors import HeadraceError, PartFailed
+from headrace.protocols import PauseMode, RunningPolicy
+from headrace.rollout.engines.core import Core
+from headrace.rollout.engines.sequences import Sequence
+from headrace.types import EngineStats, GenerateRequest, Generation, WeightTicket
+
+T = TypeVar("T")
+
+
+class EngineDriver:
+    """`protocols.TextEngine` over a `Core`.
+
+    In a thread the loop stays answerable during a pass. Inline, a pass runs in the loop and gives way after it, so a
+    single-process run repeats bit for bit.
+    """
+
+    def __init__(self, core: Core, *, inline: bool = False, threads: int = 0) -> None:
+        self.core, self.inline, self.threads = core, inline, threads
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._pump: asyncio.Task[None] | None = None
+        self._prepare_lock: asyncio.Lock | None = None
+        self._drain_waiters: list[Callable[[], None]] = []
+        self._failure: Exception | None = None
+        self._closed = False
+        if not inline:
+            self._thread = threading.Thread(target=self._work, name=f"{core.context.name}-passes", daemon=True)
+            self._thread.start()
+
+    # -------------------------------------------------------------------------------------------------- requests
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        done, _ = await self._submit(request, streamed=False)
+        try:
+            return await asyncio.shield(done)
+        except asyncio.CancelledError:
+            # Nobody waits any more: a request that ran on would hold keys and values for no lease.
+            self._post(lambda: self.core.abort(request.request_id))
+            raise
+
+    async def stream(self, request: GenerateRequest) -> AsyncIterator[Generation]:
+        """Pieces of new tokens; a piece that is not the last one carries finish_reason "abort", as if it was cut there."""
+        done, pieces = await self._submit(request, streamed=True)
+        seen = request.prefix.token_ids.size if request.prefix is not None else 0
+        try:
+            while (piece := await pieces.get()) is not None:
+                seen += piece.token_ids.size
+                yield piece
+            yield _tail(await asyncio.shield(done), seen)
+        finally:
+            if not done.done():
+                self._post(lambda: self.core.abort(request.request_id))
+
+    async def _submit(
+        self, request: GenerateRequest, streamed: bool
+    ) -> tuple[asyncio.Future[Generation], asyncio.Queue[Generation | None]]:
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Generation] = loop.create_future()
+        done.add_done_callback(_retrieve)
+        pieces: asyncio.Queue[Generation | None] = asyncio.Queue()
+
+        def settle(sequence: Sequence, error: Exception | None) -> None:
+            def apply() -> None:
+                if not done.done():
+                    done.set_exception(error) if error else done.set_result(sequence.generation())
+                pieces.put_nowait(None)
+
+            self._into(loop, apply)
+
+        def report(piece: Generation) -> None:
+            self._into(loop, lambda: pieces.put_nowait(piece))
+
+        await self._call(lambda: self.core.submit(request, settle, report if streamed else None))
+        return done, pieces
+
+    async def abort(self, request_id: str, keep_kv: bool = False) -> Generation | None:
+        return await self._call(lambda: self.core.abort(request_id, keep_kv))
+
+    # --------------------------------------------------------------------------------------------------- weights
+
+    async def prepare(self, ticket: WeightTicket) -> None:
+        if self._prepare_lock is None:
+            self._prepare_lock = asyncio.Lock()
+        async with self._prepare_lock:
+            if not await self._call(lambda: self.core.wanted(ticket)):
+                return
+            if self.inline:
+                weights = self.core.prepare_weights(ticket)
+            else:
+                weights = await asyncio.to_thread(self.core.prepare_weights, ticket)
+            await self._call(lambda: self.core.stage(ticket.version, weights))
+
+    async def commit(self, ticket: WeightTicket, running: RunningPolicy = "go_on") -> None:
+        await self.prepare(ticket)
+        await self._call(lambda: self.core.swap(ticket.version, running))
+
+    # -------------------------------------------------------------------------------------------- pause and sleep
+
+    async def pause(self, mode: PauseMode) -> None:
+        loop = asyncio.get_running_loop()
+        drained = loop.create_future()
+
+        def apply() -> None:
+            self.core.pause(mode)
+            if mode != "wait" or self.core.drained:
+                self._into(loop, lambda: _resolve(drained))
+            else:
+                self._drain_waiters.append(lambda: self._into(loop, lambda: _resolve(drained)))
+
+        await self._call(apply)
+        await drained
+
+    async def resume(self) -> None:
+        def apply() -> None:
+            self.core.resume()
+            self._wake_drained()
+
+        await self._call(apply)
+
+    async def sleep(self, level: int) -> None:
+        await self._call(lambda: self.core.sleep(level))
+
+    async def wake(self) -> None:
+        await self._call(self.core.wake)
+
+    async def stats(self) -> EngineStats:
+        return self.core.stats()
+
+    async def close(self) -> None:
+        """Hand back what runs and end the thread."""
+        if self._closed:
+            return
+        with contextlib.suppress(HeadraceError):
+            await self._call(lambda: self.core.fail_all(PartFailed("the engine was closed")))
+            await self._call(self.core.flush_events)
+        self._closed = True
+        if self._thread is not None:
+            self._commands.put(None)
+            await asyncio.to_thread(self._thread.join)
+        if self._pump is not None:
+            self._pump.cancel()
+        await asyncio.sleep(0)
+
+    # ------------------------------------------------------------------------------------------------ the machinery
+
+    async def _call(self, work: Callable[[], T]) -> T:
+        """Run `work` on the core between two passes."""
+        self._check()
+        if self.inline:
+            result = work()
+            self._wake_drained()
+            self._start_pump()
+            return result
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def command() -> None:
+            try:
+                result = work()
+            except Exception as error:
+                self._into(loop, lambda error=error: None if future.done() else future.set_exception(error))
+            else:
+                self._into(loop, lambda: None if future.done() else future.set_result(result))
+
+        self._commands.put(command)
+        return await future
+
+    def _post(self, work: Callable[[], Any]) -> None:
+        """As `_call`, without waiting or caring."""
+        if self._closed or self._failure is not None:
+            return
+        if self.inline:
+            work()
+            self._wake_drained()
+        else:
+            self._commands.put(work)
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise PartFailed(f"{self.core.context.name} has failed: {self._failure}") from self._failure
+        if self._closed:
+            raise PartFailed(f"{self.core.context.name} is closed")
+
+    def _into(self, loop: asyncio.AbstractEventLoop, apply: Callable[[], None]) -> None:
+        if self.inline:
+            apply()
+        else:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(apply)
+
+    def _work(self) -> None:
+        """The thread: commands first, then a pass, for ever."""
+        if self.threads:
+            import torch
+
+            torch.set_num_threads(self.threads)
+        while True:
+            try:
+                idle = not (self._failure is None and self.core.ready)
+                if idle:
+                    self.core.flush_events()
+                command = self._commands.get(block=idle)
+                if command is None:
+                    return
+                command()
+                self._wake_drained()
+                continue
+            except queue.Empty:
+                pass
+            self._pass()
+
+    def _start_pump(self) -> None:
+        if self._failure is None and self.core.ready and (self._pump is None or self._pump.done()):
+            self._pump = asyncio.get_running_loop().create_task(self._run_inline(), name=self.core.context.name)
+
+    async def _run_inline(self) -> None:
+        while not self._closed and self._failure is None and self.core.ready:
+            self._pass()
+            await asyncio.sleep(0)
+        self.core.flush_events()
+
+    def _pass(self) -> None:
+        try:
+            self.core.step()
+        except Exception as error:
+            # Whatever it was, the caches may be half written: no later pass can be trusted.
+            self._failure = error
+            failed = PartFailed(f"{self.core.context.name} failed in a forward pass: {error!r}")
+            failed.__cause__ = error
+            self.core.fail_all(failed)
+        self._wake_drained()
+
+    def _wake_drained(self) -> None:
+        if self._drain_waiters and (self.core.drained or self.core.paused is None or self._failure is not None):
+            waiters, self._drain_waiters = self._drain_waiters, []
+            for wake in waiters:
+                wake()
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _retrieve(future: asyncio.Future[Generation]) -> None:
+    """Mark an exception as seen: the waiter may have been cancelled before it came."""
+    if not future.cancelled():
+        future.exception()
+
+
+def _tail(generation: Generation, seen: int) -> Generation:
+    """The part of a generation after the first `seen` tokens."""
+    from dataclasses import replace
+
+    from headrace.rollout.engines.sequences import join_masks, split_masks
+
+    mask = generation.sampling_mask
+    return replace(
+        generation,
+        token_ids=generation.token_ids[seen:],
+        logprobs=generation.logprobs[seen:],
+        policy_versions=generation.policy_versions[seen:],
+        sampling_mask=join_masks(split_masks(mask)[seen:]) if mask is not None else None,
+        expert_routing=generation.expert_routing[seen:] if generation.expert_routing is not None else None,
+    )

@@ -1,0 +1,103 @@
+"""Turns a Hugging Face folder into what every engine needs to know of a model, and into the model itself."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import ModelError
+
+_FALLBACK_CONTEXT = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """vocab_size, the longest sequence, the model's own end tokens, and its tokenizer where the folder has one."""
+
+    vocab_size: int
+    context_length: int
+    end_ids: tuple[int, ...]
+    tokenizer: Any = None
+
+
+def read_config(folder: str) -> Any:
+    """The model's configuration. A fresh object each time: loading a model with it changes it."""
+    from transformers import AutoConfig
+
+    if not (Path(folder) / "config.json").is_file():
+        raise ModelError(f"model.path: {folder!r} has no config.json; give the folder of a Hugging Face causal LM")
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except (ValueError, OSError, KeyError) as error:
+        raise ModelError(f"model.path: the config.json in {folder!r} cannot be read: {error}") from error
+
+
+def read_facts(folder: str, context_length: int = 0) -> ModelFacts:
+    """`context_length` 0 takes the model's own limit."""
+    config = read_config(folder)
+    text = config.get_text_config()
+    own = getattr(text, "max_position_embeddings", None) or _FALLBACK_CONTEXT
+    if context_length > own:
+        raise ModelError(f"rollout.engine.context_length: {context_length} is beyond the model's own limit of {own}")
+    tokenizer = _tokenizer(folder)
+    ends = [*_ids(getattr(text, "eos_token_id", None))]
+    generation = Path(folder) / "generation_config.json"
+    if generation.is_file():
+        ends += _ids(json.loads(generation.read_text()).get("eos_token_id"))
+    ends += _ids(getattr(tokenizer, "eos_token_id", None))
+    return ModelFacts(text.vocab_size, context_length or own, tuple(dict.fromkeys(ends)), tokenizer)
+
+
+def load_model(folder: str, dtype: str, attention: str) -> Any:
+    """The causal LM in evaluation mode, without gradients, its attention running through the named function."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, config=read_config(folder), dtype=getattr(torch, dtype), attn_implementation=attention
+        )
+    except (ValueError, OSError, KeyError) as error:
+        raise ModelError(f"model.path: no causal LM could be loaded from {folder!r}: {error}") from error
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+    return model.eval().requires_grad_(False)
+
+
+def copy_into(model: Any, tensors: Any) -> None:
+    """Write named tensors over a model's own. Tied names may be missing; any other difference is an error."""
+    own = model.state_dict()
+    tied = {
+        name for name in own if any(own[name].data_ptr() == own[given].data_ptr() for given in tensors if given in own)
+    }
+    missing, unknown = sorted(set(own) - set(tensors) - tied), sorted(set(tensors) - set(own))
+    if missing or unknown:
+        raise ModelError(f"published weights do not fit the model: missing {missing[:3]}, unknown {unknown[:3]}")
+    for name, tensor in tensors.items():
+        if own[name].shape != tensor.shape:
+            raise ModelError(f"published {name} has shape {tuple(tensor.shape)}, the model {tuple(own[name].shape)}")
+        own[name].copy_(tensor)
+
+
+def _tokenizer(folder: str) -> Any:
+    from transformers import AutoTokenizer
+
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+    if not any((Path(folder) / name).is_file() for name in names):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (ValueError, OSError, KeyError, ImportError) as error:
+        raise ModelError(f"model.path: the tokenizer in {folder!r} cannot be loaded: {error}") from error
+
+
+def _ids(value: Any) -> list[int]:
+    if value is None:
+        return []
+    return [int(i) for i in value] if isinstance(value, (list, tuple)) else [int(value)]

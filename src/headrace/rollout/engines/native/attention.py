@@ -1,0 +1,177 @@
+"""Turns queries, keys and values of one forward pass into attention outputs, over keys and values kept in blocks.
+
+A pass is a flat list of N rows. The rows of sequences that catch up (prefill) stand first, each sequence's together; one
+row for each sequence that decodes stands after them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+
+@dataclass(slots=True)
+class Stretch:
+    """Rows [start, stop) of one sequence that catches up. slots: [L] where all its L tokens so far are kept."""
+
+    start: int
+    stop: int
+    slots: torch.Tensor
+
+
+@dataclass(slots=True)
+class Pass:
+    """One forward pass.
+
+    token_ids, positions: [N]
+    slots: [N] where each row's keys and values are written
+    stretches: sequences that catch up
+    decode_start: first decoding row
+    tables: [D, L] where the tokens of each decoding sequence are kept, padded
+    lengths: [D] how many of them count
+    logit_rows: [R] rows whose logits are wanted
+    one_by_one: attend each sequence in shapes that depend on itself alone
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    stretches: list[Stretch]
+    decode_start: int
+    tables: torch.Tensor | None
+    lengths: torch.Tensor | None
+    logit_rows: torch.Tensor
+    one_by_one: bool = False
+    _biases: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def decode_bias(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """[D, 1, 1, L] 0 where a decoding row may look, -inf elsewhere."""
+        key = window or 0
+        if key not in self._biases:
+            places = torch.arange(self.tables.shape[1])[None, :]
+            seen = places < self.lengths[:, None]
+            if window:
+                seen &= places >= self.lengths[:, None] - window
+            bias = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))
+            self._biases[key] = bias[:, None, None, :]
+        return self._biases[key]
+
+
+class KeyValues:
+    """The store: for each layer two tensors [slots, kv_heads, head_dim], made when the layer first writes."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.keys: dict[int, torch.Tensor] = {}
+        self.values: dict[int, torch.Tensor] = {}
+
+    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """keys, values: [N, kv_heads, head_dim]"""
+        if layer not in self.keys:
+            self.keys[layer] = keys.new_zeros(self.slots, *keys.shape[1:])
+            self.values[layer] = values.new_zeros(self.slots, *values.shape[1:])
+        self.keys[layer].index_copy_(0, slots, keys)
+        self.values[layer].index_copy_(0, slots, values)
+
+    def copy(self, source: int, target: int, count: int) -> None:
+        """The first `count` slots from `source` on, to `target` on."""
+        for store in (self.keys, self.values):
+            for layer in store.values():
+                layer[target : target + count] = layer[source : source + count]
+
+    def drop(self) -> None:
+        self.keys.clear()
+        self.values.clear()
+
+
+def attend(
+    layer: int,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    batch: Pass,
+    store: KeyValues,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """query [N, heads, D], keys and values [N, kv_heads, D] into [N, heads, D]; keys and values are written first."""
+    store.write(layer, batch.slots, keys, values)
+    # Padding rows are attended by nobody and attend to nothing.
+    out = query.new_zeros(query.shape) if batch.one_by_one else query.new_empty(query.shape)
+    all_keys, all_values = store.keys[layer], store.values[layer]
+    for stretch in batch.stretches:
+        part = slice(stretch.start, stretch.stop)
+        length, rows = stretch.slots.numel(), stretch.stop - stretch.start
+        bias = None
+        if rows < length or window or softcap:
+            bias = _causal_bias(rows, length, window, query.dtype)
+        out[part] = _product(
+            query[part].transpose(0, 1)[None],
+            all_keys[stretch.slots].transpose(0, 1)[None],
+            all_values[stretch.slots].transpose(0, 1)[None],
+            bias,
+            scaling,
+            softcap,
+        )[0].transpose(0, 1)
+    if batch.tables is None:
+        return out
+    if batch.one_by_one:
+        for row in range(batch.tables.shape[0]):
+            length = int(batch.lengths[row])
+            first = max(0, length - window) if window else 0
+            slots, at = batch.tables[row, first:length], batch.decode_start + row
+            out[at] = _product(
+                query[at][None, :, None],
+                all_keys[slots].transpose(0, 1)[None],
+                all_values[slots].transpose(0, 1)[None],
+                query.new_zeros(1, 1, 1, length - first),
+                scaling,
+                softcap,
+            )[0, :, 0]
+        return out
+    count, longest = batch.tables.shape
+    flat = batch.tables.reshape(-1)
+    shape = (count, longest, *all_keys.shape[1:])
+    out[batch.decode_start :] = _product(
+        query[batch.decode_start :, :, None],
+        all_keys.index_select(0, flat).view(shape).transpose(1, 2),
+        all_values.index_select(0, flat).view(shape).transpose(1, 2),
+        batch.decode_bias(window, query.dtype),
+        scaling,
+        softcap,
+    )[:, :, 0]
+    return out
+
+
+def _causal_bias(rows: int, length: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    """[rows, length] of the last `rows` of `length` tokens: each looks at itself and what stands before it."""
+    own = torch.arange(length - rows, length)[:, None]
+    others = torch.arange(length)[None, :]
+    seen = others <= own
+    if window:
+        seen &= others > own - window
+    return torch.zeros(rows, length, dtype=dtype).masked_fill_(~seen, float("-inf"))
+
+
+def _product(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    bias: torch.Tensor | None,
+    scaling: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """[B, heads, n, D] over [B, kv_heads, L, D]; without a bias the n rows are all L, causal."""
+    if softcap is None:
+        return F.scaled_dot_product_attention(
+            query, keys, values, attn_mask=bias, is_causal=bias is None, scale=scaling, enable_gqa=True
+        )
+    repeats = query.shape[1] // keys.shape[1]
+    keys, values = keys.repeat_interleave(repeats, dim=1), values.repeat_interleave(repeats, dim=1)
+    scores: Any = torch.matmul(query, keys.transpose(-1, -2)) * scaling
+    scores = torch.tanh(scores / softcap) * softcap + bias
+    return torch.matmul(scores.float().softmax(-1).to(query.dtype), values)

@@ -1,0 +1,99 @@
+"""Turns any Hugging Face causal LM into an engine's weights, through the library's own hook for attention functions."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from headrace.errors import ModelError
+from headrace.rollout.engines.models import copy_into
+from headrace.rollout.engines.native.attention import KeyValues, Pass, attend
+
+ATTENTION = "headrace_blocks"
+
+
+def register() -> None:
+    """Make the name known to transformers. Repeating it changes nothing."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(ATTENTION, _attention)
+    AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)
+
+
+def _attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    headrace_pass: Pass | None = None,
+    headrace_store: KeyValues | None = None,
+    **unused: Any,
+) -> tuple[torch.Tensor, None]:
+    """query [1, heads, N, D], key and value [1, kv_heads, N, D] into [1, N, heads, D]."""
+    if s_aux is not None:
+        raise ModelError("this model's attention has sink terms, which the native engine does not compute")
+    if headrace_pass is None:
+        raise ModelError("this model does not hand keyword arguments on to its attention function")
+    out = attend(
+        module.layer_idx,
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        headrace_pass,
+        headrace_store,
+        scaling if scaling is not None else query.shape[-1] ** -0.5,
+        sliding_window,
+        softcap,
+    )
+    return out[None], None
+
+
+class GenericWeights:
+    """One version of the whole model."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def forward(self, batch: Pass, store: KeyValues) -> torch.Tensor:
+        """[R, V] logits of the rows that the pass asks for."""
+        return self.model(
+            input_ids=batch.token_ids[None],
+            position_ids=batch.positions[None],
+            use_cache=False,
+            logits_to_keep=batch.logit_rows,
+            headrace_pass=batch,
+            headrace_store=store,
+        ).logits[0]
+
+
+def build(template: Any, tensors: Mapping[str, torch.Tensor], spare: GenericWeights | None) -> GenericWeights:
+    """Named tensors into a model of the template's kind, in the memory of `spare`. The template is the live model or
+    an empty one (on no device)."""
+    model = spare.model if spare is not None else _empty(template)
+    copy_into(model, tensors)
+    return GenericWeights(model)
+
+
+def skeleton(model: Any) -> Any:
+    """The model's structure without its memory."""
+    with torch.device("meta"):
+        empty = type(model)(copy.deepcopy(model.config))
+    return empty.to(model.dtype).eval().requires_grad_(False), dict(model.named_buffers())
+
+
+def _empty(template: Any) -> Any:
+    """A model with memory of its own. Buffers (rotary frequencies) are no weights: they are shared with the first model."""
+    empty, buffers = template
+    model = copy.deepcopy(empty).to_empty(device="cpu")
+    model.tie_weights()
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+    return model

@@ -1,0 +1,185 @@
+"""Turns the tensors of a Llama-like model (Llama, Qwen2, Qwen3) into fused weights, and a pass over them into logits.
+
+Written out: one matrix product for query, key and value, one for gate and up, no module calls. Everything else a model
+may have (experts, sliding windows, scaled embeddings) goes through `generic`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from headrace.errors import ModelError
+from headrace.rollout.engines.native.attention import KeyValues, Pass, attend
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaShape:
+    """What the forward pass needs to know besides the weights."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    cos: torch.Tensor
+    """[context, head_dim]"""
+    sin: torch.Tensor
+    dtype: torch.dtype
+    tied: bool
+    """The output head is the embedding, whether or not it is published twice."""
+
+
+def fits(config: Any) -> bool:
+    """Whether the written-out pass computes what this model does."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return (
+        config.model_type in ("llama", "qwen2", "qwen3")
+        and config.hidden_act == "silu"
+        and rope.get("rope_type", "default") in ("default", "linear", "llama3", "yarn")
+        and rope.get("partial_rotary_factor", 1.0) == 1.0
+        and not any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ())
+    )
+
+
+def shape_of(model: Any, context_length: int) -> LlamaShape:
+    config = model.config
+    cos, sin = model.model.rotary_emb(torch.zeros(1, dtype=torch.float32), torch.arange(context_length)[None])
+    return LlamaShape(
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        eps=config.rms_norm_eps,
+        cos=cos[0].to(model.dtype),
+        # The first half is negated: rotating is then x * cos + roll(x) * sin, with no sign change of its own.
+        sin=_signed(sin[0]).to(model.dtype),
+        dtype=model.dtype,
+        tied=bool(config.tie_word_embeddings),
+    )
+
+
+def _signed(sin: torch.Tensor) -> torch.Tensor:
+    half = sin.shape[-1] // 2
+    return torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+
+
+@dataclass(slots=True)
+class Layer:
+    """One layer's weights; a bias or a norm that the model has not is None."""
+
+    before: torch.Tensor
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    query_norm: torch.Tensor | None
+    key_norm: torch.Tensor | None
+    out: torch.Tensor
+    out_bias: torch.Tensor | None
+    after: torch.Tensor
+    gate_up: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+    down: torch.Tensor
+    down_bias: torch.Tensor | None
+
+
+class LlamaWeights:
+    """One version of all weights. Never changed while it is live."""
+
+    def __init__(self, shape: LlamaShape) -> None:
+        self.shape = shape
+        self.layers: list[Layer] = []
+        self.embedding = self.norm = self.head = torch.empty(0)
+        self.memory: dict[str, torch.Tensor] = {}
+
+    def forward(self, batch: Pass, store: KeyValues) -> torch.Tensor:
+        """[R, V] logits of the rows that the pass asks for."""
+        s = self.shape
+        x = F.embedding(batch.token_ids, self.embedding)
+        cos, sin = s.cos[batch.positions][:, None], s.sin[batch.positions][:, None]
+        rows, turned = x.shape[0], s.heads + s.kv_heads
+        last = s.layers - 1
+        for index, layer in enumerate(self.layers):
+            qkv = F.linear(F.rms_norm(x, (s.hidden,), layer.before, s.eps), layer.qkv, layer.qkv_bias)
+            qkv = qkv.view(rows, turned + s.kv_heads, s.head_dim)
+            qk, values = qkv[:, :turned], qkv[:, turned:]
+            if layer.query_norm is not None:
+                qk = torch.cat(
+                    (
+                        F.rms_norm(qk[:, : s.heads], (s.head_dim,), layer.query_norm, s.eps),
+                        F.rms_norm(qk[:, s.heads :], (s.head_dim,), layer.key_norm, s.eps),
+                    ),
+                    dim=1,
+                )
+            qk = torch.addcmul(qk * cos, qk.roll(s.head_dim // 2, dims=-1), sin)
+            mixed = attend(index, qk[:, : s.heads], qk[:, s.heads :], values, batch, store, s.head_dim**-0.5)
+            mixed = mixed.reshape(rows, -1)
+            if index == last and batch.logit_rows.numel() < rows and not batch.one_by_one:
+                # Nothing after the last attention is needed of rows whose logits nobody reads.
+                mixed, x = mixed[batch.logit_rows], x[batch.logit_rows]
+            x = x + F.linear(mixed, layer.out, layer.out_bias)
+            gate, up = F.linear(
+                F.rms_norm(x, (s.hidden,), layer.after, s.eps), layer.gate_up, layer.gate_up_bias
+            ).chunk(2, dim=-1)
+            x = x + F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
+        if x.shape[0] != batch.logit_rows.numel():
+            x = x[batch.logit_rows]
+        return F.linear(F.rms_norm(x, (s.hidden,), self.norm, s.eps), self.head)
+
+
+def build(shape: LlamaShape, tensors: Mapping[str, torch.Tensor], spare: LlamaWeights | None) -> LlamaWeights:
+    """Named tensors into fused weights, in the memory of `spare`: fresh memory costs more than the copying."""
+    weights = LlamaWeights(shape)
+    weights.memory = spare.memory if spare is not None else {}
+    used: set[str] = set()
+
+    def take(*names: str, optional: bool = False) -> torch.Tensor | None:
+        found = [tensors[name] for name in names if name in tensors]
+        if len(found) != len(names):
+            if optional and not found:
+                return None
+            missing = [name for name in names if name not in tensors]
+            raise ModelError(f"published weights do not fit the model: missing {missing}")
+        used.update(names)
+        size = (sum(part.shape[0] for part in found), *found[0].shape[1:])
+        memory = weights.memory.get(names[0])
+        if memory is None or memory.shape != size:
+            memory = weights.memory[names[0]] = torch.empty(size, dtype=shape.dtype)
+        at = 0
+        for part in found:
+            memory[at : at + part.shape[0]].copy_(part)
+            at += part.shape[0]
+        return memory
+
+    for index in range(shape.layers):
+        at = f"model.layers.{index}."
+        qkv = [f"{at}self_attn.{name}_proj" for name in "qkv"]
+        gate_up = [f"{at}mlp.gate_proj", f"{at}mlp.up_proj"]
+        weights.layers.append(
+            Layer(
+                before=take(f"{at}input_layernorm.weight"),
+                qkv=take(*(f"{name}.weight" for name in qkv)),
+                qkv_bias=take(*(f"{name}.bias" for name in qkv), optional=True),
+                query_norm=take(f"{at}self_attn.q_norm.weight", optional=True),
+                key_norm=take(f"{at}self_attn.k_norm.weight", optional=True),
+                out=take(f"{at}self_attn.o_proj.weight"),
+                out_bias=take(f"{at}self_attn.o_proj.bias", optional=True),
+                after=take(f"{at}post_attention_layernorm.weight"),
+                gate_up=take(*(f"{name}.weight" for name in gate_up)),
+                gate_up_bias=take(*(f"{name}.bias" for name in gate_up), optional=True),
+                down=take(f"{at}mlp.down_proj.weight"),
+                down_bias=take(f"{at}mlp.down_proj.bias", optional=True),
+            )
+        )
+    weights.embedding = take("model.embed_tokens.weight")
+    weights.norm = take("model.norm.weight")
+    weights.head = weights.embedding if shape.tied else take("lm_head.weight")
+    unknown = sorted(set(tensors) - used - {"lm_head.weight"})
+    if unknown:
+        raise ModelError(f"published weights do not fit the model: unknown {unknown[:3]}")
+    return weights

@@ -1,0 +1,215 @@
+"""Turns a request into a growing sequence of tokens, and such a sequence into the Generation that is handed back."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from headrace.errors import RequestRefused
+from headrace.types import FinishReason, GenerateRequest, Generation, SamplingMask
+
+_MASK64 = (1 << 64) - 1
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request under way.
+
+    ids: prompt and sampled tokens, one list
+    prompt_length: how many of them are the prompt
+    limit: most sampled tokens (max_tokens, or less where the context ends)
+    stop_ids: end tokens of the model and of the request
+    masks: [kept ids] for each sampled token, when they are recorded
+    arrival: grows with each submitted request; a larger number is preempted first
+    """
+
+    request: GenerateRequest
+    ids: list[int]
+    prompt_length: int
+    limit: int
+    stop_ids: tuple[int, ...]
+    seed: int
+    arrival: int = 0
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    masks: list[np.ndarray] | None = None
+    routes: list[np.ndarray] | None = None
+    started: bool = False
+    """A forward pass worked for it in this try."""
+    reported: int = 0
+    """Sampled tokens that its stream has yielded."""
+    finish_reason: FinishReason | None = None
+    matched_stop: int | str | None = None
+    kv_handle: str | None = None
+
+    # Keys and values, for engines that keep them.
+    blocks: list[int] = field(default_factory=list)
+    kv_length: int = 0
+    kv_pure: bool = True
+    """All its keys and values were made by the live weights."""
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def count(self) -> int:
+        """Sampled tokens, a resumed prefix included."""
+        return len(self.ids) - self.prompt_length
+
+    def append(self, token: int, logprob: float, version: int, mask: np.ndarray | None) -> None:
+        self.ids.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+        if self.masks is not None:
+            self.masks.append(mask if mask is not None else np.array([token], dtype=np.int32))
+
+    def banned(self) -> tuple[int, ...]:
+        """Ids that may not be sampled next: end tokens while `min_tokens` is not reached."""
+        return self.stop_ids if self.count < self.request.sampling.min_tokens else ()
+
+    def uniform(self) -> float:
+        """The random number of the next token: a function of the seed and its position alone."""
+        return counter_uniform(self.seed, len(self.ids))
+
+    def generation(self, start: int = 0) -> Generation:
+        """[T - start] what was sampled from index `start` on. A generation that still runs reads as an aborted one."""
+        sampled = self.ids[self.prompt_length + start :]
+        return Generation(
+            token_ids=np.array(sampled, dtype=np.int64),
+            logprobs=np.array(self.logprobs[start:], dtype=np.float32),
+            policy_versions=np.array(self.versions[start:], dtype=np.int64),
+            finish_reason=self.finish_reason or "abort",
+            sampling=self.request.sampling,
+            matched_stop=self.matched_stop,
+            sampling_mask=join_masks(self.masks[start:]) if self.masks is not None else None,
+            kv_handle=self.kv_handle,
+        )
+
+
+def counter_uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) that depends on seed and position only (two rounds of the splitmix64 finaliser)."""
+    state = (seed * 0x9E3779B97F4A7C15 + 0xD1B54A32D192ED03) & _MASK64
+    for word in (position, 0x632BE59BD9B4E019):
+        state = (state + word * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15) & _MASK64
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK64
+        state ^= state >> 31
+    return (state >> 11) * 2.0**-53
+
+
+def join_masks(masks: list[np.ndarray]) -> SamplingMask:
+    """[T] arrays of kept ids into one ragged record."""
+    offsets = np.zeros(len(masks) + 1, dtype=np.int64)
+    np.cumsum([len(mask) for mask in masks], out=offsets[1:])
+    kept = np.concatenate(masks) if masks else np.zeros(0, dtype=np.int32)
+    return SamplingMask(token_ids=kept.astype(np.int32), offsets=offsets)
+
+
+def split_masks(mask: SamplingMask) -> list[np.ndarray]:
+    return [mask.token_ids[a:b] for a, b in zip(mask.offsets[:-1], mask.offsets[1:], strict=True)]
+
+
+def truncates(request: GenerateRequest) -> bool:
+    """Whether its tokens are drawn from less than the whole vocabulary."""
+    s = request.sampling
+    return s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0 or s.temperature == 0.0 or s.min_tokens > 0
+
+
+def open_sequence(
+    request: GenerateRequest, *, vocab_size: int, context_length: int, end_ids: tuple[int, ...], has_tokenizer: bool
+) -> Sequence:
+    """A sequence at its start, or at the end of its resumed prefix. Raises RequestRefused for what can never be served."""
+    sampling, prompt = request.sampling, [int(i) for i in np.asarray(request.prompt_ids).reshape(-1)]
+    name = f"request {request.request_id}"
+    if not prompt:
+        raise RequestRefused(f"{name}: the prompt has no tokens; a prompt needs at least one")
+    if len(prompt) >= context_length:
+        raise RequestRefused(
+            f"{name}: a prompt of {len(prompt)} tokens leaves no room in a context of {context_length} tokens; "
+            "shorten it, or raise rollout.engine.context_length or rollout.engine.kv_tokens"
+        )
+    if min(prompt) < 0 or max(prompt) >= vocab_size:
+        raise RequestRefused(f"{name}: token ids must lie in [0, {vocab_size}), found {min(prompt)} to {max(prompt)}")
+    if sampling.stop and not has_tokenizer:
+        raise RequestRefused(f"{name}: stop strings need a tokenizer, and the model folder has none")
+    if request.sampling.max_tokens < 1:
+        raise RequestRefused(f"{name}: max_tokens must be at least 1, found {sampling.max_tokens}")
+
+    sequence = Sequence(
+        request=request,
+        ids=prompt,
+        prompt_length=len(prompt),
+        limit=min(sampling.max_tokens, context_length - len(prompt)),
+        stop_ids=tuple(dict.fromkeys((*end_ids, *sampling.stop_token_ids))),
+        seed=_seed_of(request),
+        masks=[] if sampling.record_sampling_mask and truncates(request) else None,
+    )
+    if request.prefix is not None:
+        _resume(sequence, request.prefix)
+    return sequence
+
+
+def _seed_of(request: GenerateRequest) -> int:
+    """The request's seed; without one, a number that stays the same when the same member is tried again."""
+    if request.sampling.seed is not None:
+        return request.sampling.seed
+    key = request.key
+    digest = hashlib.blake2b(f"{key.lease_id}/{key.member}.{key.turn}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _resume(sequence: Sequence, prefix: Generation) -> None:
+    sequence.ids.extend(int(i) for i in prefix.token_ids)
+    sequence.logprobs.extend(float(p) for p in prefix.logprobs)
+    sequence.versions.extend(int(v) for v in prefix.policy_versions)
+    if sequence.masks is not None and prefix.sampling_mask is not None:
+        sequence.masks.extend(split_masks(prefix.sampling_mask))
+    elif sequence.masks is not None and sequence.count:
+        raise RequestRefused(
+            f"request {sequence.request_id}: its prefix has no sampling mask, so the whole can have none"
+        )
+    sequence.reported = sequence.count
+    if sequence.count:
+        last = sequence.ids[-1]
+        if last in sequence.stop_ids and sequence.count > sequence.request.sampling.min_tokens:
+            sequence.finish_reason, sequence.matched_stop = "stop", last
+        elif sequence.count >= sequence.limit:
+            sequence.finish_reason = "length"
+
+
+def check_finish(sequence: Sequence, tokenizer: Any) -> bool:
+    """Whether the token just appended ends the sequence; says why in it."""
+    sampling, token = sequence.request.sampling, sequence.ids[-1]
+    if token in sequence.stop_ids:
+        sequence.finish_reason, sequence.matched_stop = "stop", token
+    elif (
+        sampling.stop
+        and sequence.count > sampling.min_tokens
+        and (found := _stop_string(sequence, tokenizer)) is not None
+    ):
+        sequence.finish_reason, sequence.matched_stop = "stop", found
+    elif sequence.count >= sequence.limit:
+        sequence.finish_reason = "length"
+    return sequence.finish_reason is not None
+
+
+def _stop_string(sequence: Sequence, tokenizer: Any) -> str | None:
+    """The stop string that the last token completed; of several, the one that ends first.
+
+    Only a tail is decoded: a string of n bytes lies in the last n tokens, and a few more keep the borders whole.
+    """
+    stops = sequence.request.sampling.stop
+    window = max(len(stop.encode()) for stop in stops) + 8
+    tail = sequence.ids[max(sequence.prompt_length, len(sequence.ids) - window) :]
+    before = tokenizer.decode(tail[:-1], skip_special_tokens=False).rstrip("\ufffd")
+    text = tokenizer.decode(tail, skip_special_tokens=False)
+    ends = []
+    for stop in stops:
+        at = text.find(stop, max(0, len(before) - len(stop) + 1))
+        if at >= 0:
+            ends.append((at + len(stop), stop))
+    return min(ends)[1] if ends else None
