@@ -69,7 +69,9 @@ class Ledger:
                 [lease.lease_id],
             )
         if (outcome == TRAINED) != (lease.state == "trained"):
-            raise ConservationError(f"lease {lease.lease_id} is {lease.state} and cannot end as {outcome!r}", [lease.lease_id])
+            raise ConservationError(
+                f"lease {lease.lease_id} is {lease.state} and cannot end as {outcome!r}", [lease.lease_id]
+            )
         self.move(lease, "settled")
         lease.outcome = outcome
         del self.in_flight[lease.lease_id]

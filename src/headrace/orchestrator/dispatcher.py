@@ -1,0 +1,251 @@
+"""Generation requests into calls on engines: one front for all of them, with a gate, deadlines and fencing.
+
+Requests go to the engine with the fewest outstanding by the dispatcher's *own* count (a load that engines report is old
+when it arrives, and everybody then runs to the same one); siblings of a group stay together, so that their prompt is
+computed once. A weight sync closes the gate: nothing new starts, what runs is the interruption's matter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from headrace.errors import CallTimeout, NoEngines, PartFailed, WorkerDied
+from headrace.exchange.buffer import Signal
+from headrace.protocols import Proxy
+from headrace.types import NO_VERSION, EngineStats, GenerateRequest, Generation
+
+T = TypeVar("T")
+
+
+async def with_deadline(call: Awaitable[T], seconds: float, what: str) -> T:
+    """The call's result, or `CallTimeout` naming it."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await call
+    except TimeoutError:
+        raise CallTimeout(f"{what} gave no answer within {seconds:g} s") from None
+
+
+@dataclass(slots=True, eq=False)
+class EngineSlot:
+    """One engine as the dispatcher knows it. `calls` maps request ids to the tasks that wait for them."""
+
+    name: str
+    proxy: Proxy
+    version: int = NO_VERSION
+    fenced: bool = False
+    calls: dict[str, asyncio.Task[Generation]] = field(default_factory=dict)
+    stats: EngineStats = field(default_factory=EngineStats)
+    moved_at: float = 0.0
+    unknown: Counter[str] = field(default_factory=Counter)
+
+
+class Dispatcher:
+    """Routes requests. `on_fenced(slot, reason)` is told of an engine that is given up, once."""
+
+    def __init__(
+        self,
+        *,
+        generate_timeout_s: float,
+        rejoin_timeout_s: float,
+        on_fenced: Callable[[EngineSlot, str], None] = lambda slot, reason: None,
+    ) -> None:
+        self.generate_timeout_s, self.rejoin_timeout_s = generate_timeout_s, rejoin_timeout_s
+        self.on_fenced = on_fenced
+        self.slots: dict[str, EngineSlot] = {}
+        self.changed = Signal()
+        """Fires when an engine joins or leaves, a call ends, or the gate moves."""
+        self.ignored_replies = 0
+        self._open = False
+        self._closed_since: float | None = None
+        self._closed_s = 0.0
+        self._homes: dict[str, tuple[EngineSlot, int]] = {}
+
+    # ----------------------------------------------------------------------------------------------- membership
+
+    def live(self) -> list[EngineSlot]:
+        return [slot for slot in self.slots.values() if not slot.fenced]
+
+    def join(self, slot: EngineSlot) -> None:
+        slot.moved_at = asyncio.get_running_loop().time()
+        self.slots[slot.name] = slot
+        self.changed.fire()
+
+    def fence(self, slot: EngineSlot, reason: str) -> None:
+        """Give an engine up: its calls fail with `WorkerDied`, so their members try elsewhere."""
+        if slot.fenced:
+            return
+        slot.fenced = True
+        self.slots.pop(slot.name, None)
+        for call in list(slot.calls.values()):
+            call.cancel(reason)
+        self.changed.fire()
+        self.on_fenced(slot, reason)
+
+    # -------------------------------------------------------------------------------------------------- the gate
+
+    def close_gate(self) -> None:
+        if self._open:
+            self._open = False
+            self._closed_since = asyncio.get_running_loop().time()
+
+    def open_gate(self) -> None:
+        if not self._open:
+            self._open = True
+            if self._closed_since is not None:
+                self._closed_s += asyncio.get_running_loop().time() - self._closed_since
+                self._closed_since = None
+            self.changed.fire()
+
+    def open_time(self) -> float:
+        """Seconds on a clock that stands while the gate is closed: group timeouts are measured on it."""
+        now = asyncio.get_running_loop().time()
+        return (self._closed_since if self._closed_since is not None else now) - self._closed_s
+
+    @property
+    def gate_open(self) -> bool:
+        return self._open
+
+    def outstanding(self) -> int:
+        """Requests that run on live engines; those held at the gate are not among them."""
+        return sum(len(slot.calls) for slot in self.live())
+
+    async def drained(self) -> None:
+        while self.outstanding():
+            await self.changed.wait()
+
+    async def abort_all(self) -> None:
+        """Hand back what still runs, as it is."""
+        for slot in self.live():
+            for request_id in list(slot.calls):
+                await self._quietly(slot.proxy.abort(request_id))
+
+    # ------------------------------------------------------------------------------------------------ generation
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """One sample. Raises `WorkerDied` when the engine is lost, `CallTimeout` when the reply is, `NoEngines` when
+        nobody is left to ask."""
+        slot = await self._admitted(request.group_id)
+        call = asyncio.create_task(slot.proxy.generate(request), name=request.request_id)
+        slot.calls[request.request_id] = call
+        self._settle_home(request.group_id, slot, +1)
+        if len(slot.calls) == 1:
+            slot.moved_at = asyncio.get_running_loop().time()
+        try:
+            return await asyncio.shield(call)
+        except asyncio.CancelledError:
+            if call.cancelled():
+                raise WorkerDied(f"{slot.name} was given up while {request.request_id} ran on it") from None
+            # The caller is cancelled: its group is closed, so nothing may go on running on an engine for it.
+            call.cancel()
+            if not slot.fenced:
+                self._background(self._quietly(slot.proxy.abort(request.request_id)))
+            raise
+        except WorkerDied as error:
+            self.fence(slot, str(error))
+            raise
+        finally:
+            slot.calls.pop(request.request_id, None)
+            slot.unknown.pop(request.request_id, None)
+            self._settle_home(request.group_id, slot, -1)
+            self.changed.fire()
+
+    async def _admitted(self, group_id: str) -> EngineSlot:
+        """Wait for the gate and for an engine."""
+        empty_since: float | None = None
+        while True:
+            if self._open and (slot := self._route(group_id)) is not None:
+                return slot
+            now = asyncio.get_running_loop().time()
+            if not self.live():
+                empty_since = now if empty_since is None else empty_since
+                if now - empty_since >= self.rejoin_timeout_s:
+                    raise NoEngines(f"no engine is left and none joined within {self.rejoin_timeout_s:g} s")
+                self._wake_later(self.rejoin_timeout_s)
+            await self.changed.wait()
+
+    def _route(self, group_id: str) -> EngineSlot | None:
+        home = self._homes.get(group_id)
+        if home is not None and not home[0].fenced:
+            return home[0]
+        return min(self.live(), key=lambda slot: len(slot.calls), default=None)
+
+    def _settle_home(self, group_id: str, slot: EngineSlot, change: int) -> None:
+        home, count = self._homes.get(group_id, (slot, 0))
+        if change > 0 and home is not slot:
+            home, count = slot, 0
+        if home is not slot:
+            return
+        if count + change <= 0:
+            self._homes.pop(group_id, None)
+        else:
+            self._homes[group_id] = (slot, count + change)
+
+    async def stream(self, request: GenerateRequest) -> AsyncIterator[Generation]:
+        yield await self.generate(request)
+
+    async def abort(self, request_id: str, keep_kv: bool = False) -> Generation | None:
+        for slot in self.live():
+            if request_id in slot.calls:
+                return await slot.proxy.abort(request_id, keep_kv)
+        return None
+
+    # ------------------------------------------------------------------------------------------------- watchdog
+
+    async def watch(self) -> None:
+        """Ask engines how they are; fence one that does not answer or does not move, fail a call that it does not know.
+
+        A call's deadline is counted from the last token that its engine made, so a request that waits in a busy
+        engine's queue is safe and one whose reply was lost is not.
+        """
+        while True:
+            await asyncio.sleep(self.generate_timeout_s / 4)
+            for slot in self.live():
+                await self._examine(slot)
+
+    async def _examine(self, slot: EngineSlot) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            stats = await with_deadline(slot.proxy.stats(), self.generate_timeout_s, f"{slot.name}.stats")
+        except PartFailed as error:
+            self.fence(slot, str(error))
+            return
+        moved = stats.generated_tokens > slot.stats.generated_tokens or stats.prompt_tokens > slot.stats.prompt_tokens
+        if moved or stats.paused or not slot.calls:
+            slot.moved_at = loop.time()
+        slot.stats = stats
+        if loop.time() - slot.moved_at >= self.generate_timeout_s:
+            self.fence(
+                slot, f"{slot.name} made no token for {self.generate_timeout_s:g} s with {len(slot.calls)} requests"
+            )
+            return
+        for request_id, call in list(slot.calls.items()):
+            slot.unknown[request_id] = (
+                0 if request_id in stats.progress or call.done() else slot.unknown[request_id] + 1
+            )
+            if slot.unknown[request_id] >= 3:
+                # The engine no longer knows the request and no reply came: it was lost on the way.
+                self.ignored_replies += 1
+                call.cancel("reply lost")
+
+    def _wake_later(self, seconds: float) -> None:
+        asyncio.get_running_loop().call_later(seconds, self.changed.fire)
+
+    def _background(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        _BACKGROUND[id(task)] = task
+        task.add_done_callback(lambda done: _BACKGROUND.pop(id(done), None))
+
+    async def _quietly(self, call: Awaitable[Any]) -> None:
+        try:
+            await with_deadline(call, self.generate_timeout_s, "abort")
+        except PartFailed:
+            pass  # the engine is gone, and the request with it
+
+
+_BACKGROUND: dict[int, Any] = {}
+"""Keeps fire-and-forget tasks alive: the event loop holds tasks weakly."""
