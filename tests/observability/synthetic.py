@@ -79,12 +79,12 @@ def flow_events(delays: Delays, steps: int = 12, start_ns: int = 5_000_000_000, 
     return sorted(events, key=lambda event: event.time_ns)
 
 
-def token_sample(sample_id: str, versions: list[int], finish: str = "stop", prompt: int = 3) -> TokenSample:
-    """`prompt` prompt tokens 100, 101, ... and one sampled token for each version."""
+def token_sample(sample_id: str, versions: list[int], finish: str = "stop", prompt: int = 10) -> TokenSample:
+    """`prompt` prompt tokens 1000, 1001, ... and one sampled token for each version."""
     n = len(versions)
     return TokenSample(
         sample_id=sample_id,
-        token_ids=np.array([100 + i for i in range(prompt)] + [ord("a") + i % 26 for i in range(n)]),
+        token_ids=np.array([1000 + i for i in range(prompt)] + [ord("a") + i % 26 for i in range(n)]),
         loss_mask=np.array([0] * prompt + [1] * n),
         behavior_logprobs=np.array([math.nan] * prompt + [-0.5] * n),
         policy_versions=np.array([-1] * prompt + versions),
@@ -104,7 +104,7 @@ def group(group_id: str, rewards: list[float | None], versions: list[list[int]],
 
 
 def decode(ids: list[int]) -> str:
-    return "".join("13 + 35 = "[i - 100] if i >= 100 and i - 100 < 10 else chr(i) for i in ids)
+    return "".join("13 + 35 = "[i - 1000] if i >= 1000 else chr(i) for i in ids)
 
 
 CONFIG = """name = "sums"
@@ -127,7 +127,7 @@ def write_run(folder: Path, delays: Delays, steps: int = 60, finished: bool = Tr
     events = flow_events(delays, steps)
     for event in events:
         recorder.event(event)
-    borders = [0.0] + sorted({(e.time_ns - 5e9) / 1e9 for e in events if e.kind == "trained"})
+    borders = [0.0, *sorted({(e.time_ns - 5e9) / 1e9 for e in events if e.kind == "trained"})]
     tally = DropTally()
     evaluation = []
     for step in range(1, steps + 1):
@@ -137,7 +137,7 @@ def write_run(folder: Path, delays: Delays, steps: int = 60, finished: bool = Tr
         waited = max(0.0, step_s - delays.train_s - delays.publish_s)
         groups = [group(f"g{step}-{i}", [1.0 if rng.random() < reward else 0.0 for _ in range(4)],
                         [[step - 1] * int(rng.integers(3, 9)) for _ in range(4)]) for i in range(2)]  # fmt: skip
-        for unit in groups:
+        for _ in groups:
             tally.trained(int(x) for x in rng.gamma(2.0, 18, 32))
         if rng.random() < 0.2:
             tally.dropped("lag", [int(x) for x in rng.gamma(3.0, 40, 8)])

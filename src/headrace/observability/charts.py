@@ -259,7 +259,8 @@ def bar_chart(
     # Room above the highest bar for its words.
     y_ticks = ticks(0, max(y_max, 1.08 * max(height for _, height, _ in bars)) or 1.0)
     frame = Frame(0, max(len(bars), 4), 0, y_ticks[-1])
-    body = _axes(frame, [], y_ticks, x_label, y_label)
+    shown = [tick for tick in y_ticks if tick <= 100 or not y_label.endswith("%")]
+    body = _axes(frame, [], shown, x_label, y_label)
     width = (frame.x(1) - frame.x(0)) * 0.72
     for i, (name, height, words) in enumerate(bars):
         x, y = frame.x(i + 0.5), frame.y(height)

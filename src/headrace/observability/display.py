@@ -22,6 +22,14 @@ SAMPLE_S = 4.0
 """A completion stays so long, that one can read it."""
 
 
+class Terminal(Console):
+    """A console whose reader may go away: rich would end the whole program then."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        raise BrokenPipeError
+
+
 class Display(Protocol):
     def update(self, status: FlowStatus) -> None: ...
 
@@ -38,7 +46,7 @@ def open_display(
     kind: Literal["auto", "live", "lines", "none"], total_steps: int, console: Console | None = None
 ) -> Display:
     """`auto` is live on a terminal, else one line per step."""
-    console = console or Console(highlight=False)
+    console = console or Terminal(highlight=False)
     if kind == "none":
         return NoDisplay()
     if kind == "live" or (kind == "auto" and console.is_terminal and not console.is_dumb_terminal):

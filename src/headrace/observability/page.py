@@ -180,9 +180,15 @@ def _learning(report: Report) -> str:
              _lines(report, "gradient norm", ("gradient norm", "optimizer/grad_norm", "var(--orange)"))),
         card("Clipping", "Tokens whose probability moved beyond the clip range. Much of it: steps are too large.",
              _lines(report, "share of tokens", ("clipped tokens", "loss/clip_share", "var(--red)"))),
-        card("Distance to the reference", "KL divergence a token to the model at the start, where it is part of the loss.",
-             _lines(report, "nats", ("KL", "loss/kl", "var(--violet)"))),
     ]  # fmt: skip
+    if report.last("loss/kl") is not None:
+        cards.append(
+            card(
+                "Distance to the reference",
+                "KL divergence a token to the model at the start, which the loss holds down.",
+                _lines(report, "nats", ("KL", "loss/kl", "var(--violet)")),
+            )
+        )
     return chapter("Does it learn?", *cards)
 
 

@@ -29,7 +29,7 @@ from headrace.observability.activity import (
 )
 from headrace.observability.bottleneck import Verdict, find_bottleneck
 from headrace.observability.charts import number
-from headrace.observability.display import clock, sparkline
+from headrace.observability.display import Terminal, clock, sparkline
 from headrace.observability.jsonl import read_jsonl
 from headrace.observability.samples import SAMPLES_FOLDER
 from headrace.observability.sinks.jsonl import METRICS_FILE
@@ -137,7 +137,7 @@ class Report:
 def report(folder: Path, console: Console | None = None) -> Report:
     """Print the report of a run and write its report.html."""
     built = build_report(folder)
-    console = console or Console(highlight=False)
+    console = console or Terminal(highlight=False)
     console.print(built.text(min(120, console.width)))
     path = built.write_html(built.folder / REPORT_FILE)
     console.print(Text(f"charts: {path}"), soft_wrap=True)
