@@ -442,7 +442,10 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that a part did, for the timeline. Nanoseconds of the clock that all local processes share."""
+    """Something that a part did, for the timeline: it began at `time_ns` and lasted `duration_ns` (0: a point).
+
+    Nanoseconds of the clock that all local processes share.
+    """
 
     time_ns: int
     source: str
