@@ -93,8 +93,6 @@ def _check_model(config: RunConfig, found: Findings, out: Callable[[str], None])
 
     folder = resolve_model(config.model, seed=config.seed, progress=lambda line: print(line, file=sys.stderr))
     shape = model_shape(folder)
-    _section(out, "Memory, roughly")
-    _check_memory(config, shape, found, out)
     tokenizer = load_tokenizer(folder)
     ends = end_tokens(folder, tokenizer, config.rollout.sampling.stop_token_ids)
     if not ends and not config.rollout.sampling.stop:
@@ -108,7 +106,9 @@ def _check_model(config: RunConfig, found: Findings, out: Callable[[str], None])
         + (f"; stop strings: {list(config.rollout.sampling.stop)}" if config.rollout.sampling.stop else "")
     )
     tasks = _first_tasks(config, found)
-    _check_prompts(config, tokenizer, tasks, shape, found, out)
+    longest = _check_prompts(config, tokenizer, tasks, shape, found, out)
+    _section(out, "Memory, roughly")
+    _check_memory(config, shape, longest, found, out)
     _section(out, "Rewards")
     if config.reward.functions:
         asyncio.run(_check_rewards(config, tasks, found, out))
@@ -116,10 +116,12 @@ def _check_model(config: RunConfig, found: Findings, out: Callable[[str], None])
         out("  none: rollout.function brings its own scores")
 
 
-def _check_memory(config: RunConfig, shape: ModelShape, found: Findings, out: Callable[[str], None]) -> None:
+def _check_memory(
+    config: RunConfig, shape: ModelShape, prompt_tokens: int, found: Findings, out: Callable[[str], None]
+) -> None:
     import psutil
 
-    parts = memory_parts(config, shape)
+    parts = memory_parts(config, shape, prompt_tokens)
     out(f"  {shape.parameters / 1e6:,.1f} million parameters, {shape.layers} layers, vocabulary {shape.vocabulary:,}")
     for part, size in parts.items():
         out(f"  {readable_bytes(size):>10}  {part}")
@@ -194,8 +196,8 @@ def _check_evaluation(config: RunConfig, found: Findings) -> None:
 
 def _check_prompts(
     config: RunConfig, tokenizer: Any, tasks: list[Task], shape: ModelShape, found: Findings, out: Callable[[str], None]
-) -> None:
-    """Show the prompts as the engine will see them, and whether an answer has room after them."""
+) -> int:
+    """Show the prompts as the engine will see them, and whether an answer has room after them. Returns the longest's tokens."""
     from headrace.rollout.environments.single_turn import SingleTurn
 
     environment = SingleTurn(tokenizer, config.tasks)
@@ -219,6 +221,7 @@ def _check_prompts(
         found.problems.append(
             f"rollout.engine.kv_tokens: found {room}, but one prompt and its answer may take {longest + budget}; use at least that"
         )
+    return longest
 
 
 def _short(text: str) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from headrace.config import RunConfig, ahead
 from headrace.errors import ModelError
@@ -31,19 +34,16 @@ class ModelShape:
 
 
 def model_shape(folder: Path) -> ModelShape:
-    """The shape of the model in a Hugging Face folder, without reading its weights."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    """The shape of the model in a Hugging Face folder, from its config and the headers of its weight files."""
+    from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and its own for one bad file
-        raise ModelError(f"model.path: {folder} is no causal language model that can be built: {error}") from error
+        raise ModelError(f"model.path: {folder} has no config that can be read: {error}") from error
     text = config.get_text_config()
     return ModelShape(
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        parameters=_parameters(folder, config),
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
         inner=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
@@ -53,6 +53,31 @@ def model_shape(folder: Path) -> ModelShape:
         vocabulary=text.vocab_size,
         context=getattr(text, "max_position_embeddings", 0) or 0,
     )
+
+
+def _parameters(folder: Path, config: Any) -> int:
+    """How many numbers the weight files hold; tied ones are stored once."""
+    files = sorted(folder.glob("model*.safetensors"))
+    if files:
+        return sum(math.prod(tensor["shape"]) for file in files for tensor in _safetensors_header(file))
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
+
+
+def _safetensors_header(file: Path) -> list[dict[str, Any]]:
+    """Name, type and shape of every tensor, without the tensors."""
+    try:
+        with file.open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            if size > file.stat().st_size:
+                raise ValueError("its header is longer than the file")
+            header = json.loads(opened.read(size))
+        return [tensor for name, tensor in header.items() if name != "__metadata__"]
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model.path: {file} is no whole safetensors file: {error}") from None
 
 
 def context_length(config: RunConfig, shape: ModelShape) -> int:
@@ -68,20 +93,26 @@ def kv_tokens(config: RunConfig, shape: ModelShape) -> int:
     return engine.kv_tokens or min(full, DEFAULT_KV_TOKENS)
 
 
-def memory_parts(config: RunConfig, shape: ModelShape) -> dict[str, int]:
-    """Part -> bytes, over all processes of the (resolved) config. The larger terms only: expect some tens of percent more."""
+def memory_parts(config: RunConfig, shape: ModelShape, prompt_tokens: int) -> dict[str, int]:
+    """Part -> bytes, over all processes of the (resolved) config, for prompts of that length.
+
+    The larger terms only: expect some tens of percent more or less.
+    """
     training, engines = config.training, config.rollout.engine.count
     weights = shape.parameters * BYTES_PER_DTYPE[config.model.dtype]
     per_token = shape.hidden * 12 + shape.inner * 3 + shape.heads * shape.head_size * 4
     kept_layers = 1 if training.gradient_checkpointing else shape.layers
-    activations = training.micro_tokens * 4 * (kept_layers * per_token + shape.layers * shape.hidden)
+    # Siblings share their prompt, so an update's tokens are one prompt and `size` answers for each of its groups.
+    answers = config.group.size * config.rollout.sampling.max_tokens
+    tokens = min(training.micro_tokens, training.groups // training.minibatches * (prompt_tokens + answers))
+    activations = tokens * 4 * (kept_layers * per_token + shape.layers * shape.hidden)
     processes = 2 + engines if config.runtime == "processes" else 1
     parts = {
         "trainer: weights": weights,
         "trainer: gradients": weights,
         "trainer: AdamW moments": 2 * weights,
         "trainer: reference model": weights if training.loss.kl_coef > 0 else 0,
-        f"trainer: activations of {training.micro_tokens:,} tokens, at most": activations,
+        f"trainer: activations of {tokens:,} tokens": activations,
         f"trainer: logits of {training.logits_chunk:,} tokens": training.logits_chunk * shape.vocabulary * 4 * 3,
         f"engine: live and staged weights, {engines}x": 2 * weights * engines,
         f"engine: {kv_tokens(config, shape):,} tokens of keys and values, {engines}x": engines
