@@ -8,6 +8,7 @@ computed once. A weight sync closes the gate: nothing new starts, what runs is t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -241,10 +242,8 @@ class Dispatcher:
         task.add_done_callback(lambda done: _BACKGROUND.pop(id(done), None))
 
     async def _quietly(self, call: Awaitable[Any]) -> None:
-        try:
+        with contextlib.suppress(PartFailed):  # the engine is gone, and the request with it
             await with_deadline(call, self.generate_timeout_s, "abort")
-        except PartFailed:
-            pass  # the engine is gone, and the request with it
 
 
 _BACKGROUND: dict[int, Any] = {}

@@ -1,0 +1,514 @@
+"""Runs the three loops of a run: roll out, train, publish. One controller for every placement.
+
+    roll out   admit a lease (waits for room) → rollout(lease) → put
+    train      take a batch (waits for units) → filter → learner.train → version + 1
+    publish    learner.publish → two-phase sync → settle the batch's leases (frees room)
+
+`sync` differs from `separate` only in how many leases may be held: with no batch ahead, admission waits until the batch
+that was trained on is live, so that generation and training alternate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from headrace.errors import (
+    BufferClosed,
+    NoEngines,
+    PartFailed,
+    RolloutDropped,
+    RolloutRecycled,
+    RunError,
+    Stalled,
+    Starved,
+    TrainingFailed,
+    WorkerDied,
+)
+from headrace.exchange.buffer import LeaseBuffer
+from headrace.exchange.ledger import RECYCLED, TRAINED
+from headrace.orchestrator.dispatcher import Dispatcher, EngineSlot
+from headrace.orchestrator.learner import Learner
+from headrace.orchestrator.weight_sync import SyncTimes, WeightSync
+from headrace.protocols import Lease
+from headrace.types import NO_VERSION, Event, Metrics, Unit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlowSettings:
+    """Numbers that the controller goes by; `batch` in units, `refill_limit` in batches."""
+
+    batch: int
+    steps: int
+    every_steps: int = 1
+    refill_limit: int = 4
+    checkpoint_every: int = 0
+    evaluate_every: int = 0
+    stall_warning_s: float = 30.0
+    stall_stop_s: float = 900.0
+    max_dropped: int = 128
+    restarts: int = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """One trained batch: `lags` by unit, seconds of the loop's phases."""
+
+    step: int
+    version: int
+    units: list[Any]
+    lags: list[int]
+    metrics: Metrics
+    wait_batch_s: float
+    wait_sync_s: float
+    train_s: float
+    publish_s: float
+    step_s: float
+    sync: SyncTimes | None
+
+
+class FlowObserver(Protocol):
+    """Who watches a run: records events, shows steps, keeps checkpoints. None of it changes the flow."""
+
+    def event(self, event: Event) -> None: ...
+
+    def step(self, report: StepReport) -> None: ...
+
+    def message(self, text: str) -> None: ...
+
+    def dropped(self, lease: Lease, reason: str, unit: Unit | None) -> None: ...
+
+    def version_written(self, version: int) -> None:
+        """Make the number durable: called before any engine may see it."""
+        ...
+
+    async def checkpoint(self, controller: Controller) -> None: ...
+
+    async def evaluate(self, step: int) -> None: ...
+
+
+class Controller:
+    """Owns admission, ledger, staleness and version numbers; everything else holds bytes or does work.
+
+    spawn_engine: builds a replacement for a fenced engine; None: engines are never replaced
+    """
+
+    def __init__(
+        self,
+        settings: FlowSettings,
+        buffer: LeaseBuffer,
+        dispatcher: Dispatcher,
+        sync: WeightSync,
+        rollout: Callable[[Lease], Awaitable[Unit]],
+        learner: Learner,
+        observer: FlowObserver,
+        *,
+        spawn_engine: Callable[[str], Awaitable[EngineSlot]] | None = None,
+        step: int = 0,
+    ) -> None:
+        self.settings, self.buffer, self.dispatcher, self.weight_sync = settings, buffer, dispatcher, sync
+        self.rollout, self.learner, self.observer = rollout, learner, observer
+        self.spawn_engine = spawn_engine
+        self.ledger, self.versions = buffer.ledger, buffer.versions
+        self.step = step
+        self.state = "starting"
+        self.waits: dict[str, str] = {}
+        self.producing: dict[str, tuple[Lease, asyncio.Task[None]]] = {}
+        self.not_live: list[Lease] = []
+        self.joining = 0
+        self.restarts_left = settings.restarts
+        self._publishing: asyncio.Task[None] | None = None
+        self._stop = asyncio.Event()
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._told_errors: set[str] = set()
+        self._tasks: dict[str, asyncio.Task[Any]] = {}
+        dispatcher.on_fenced = self._on_fenced
+        buffer.on_drop = self._on_drop
+
+    # --------------------------------------------------------------------------------------------------- the run
+
+    async def run(self) -> str:
+        """ "finished", or "stopped" after `request_stop`. Raises the `RunError` that ended it otherwise."""
+        try:
+            await self._until_failure(self._start())
+            self.state = "running"
+            self._spawn("engine watch", self.dispatcher.watch())
+            self._spawn("stall watch", self._watch_for_stalls())
+            self._spawn("roll out", self._roll_out())
+            await self._until_failure(self._train())
+            await self._until_failure(self._end())
+            self.state = "stopped" if self._stop.is_set() else "finished"
+            return self.state
+        except BaseException:
+            self.state = "failed"
+            raise
+        finally:
+            await self._shut_down()
+
+    def request_stop(self) -> None:
+        """Finish the step in hand, write a checkpoint, end."""
+        self._stop.set()
+        self.buffer.changed.fire()
+
+    async def _start(self) -> None:
+        """Engines open with the weights that the trainer has: a run begins, and resumes, by publishing them."""
+        await self._publish()
+        await self._published()
+        await self.observer.evaluate(self.step)
+
+    async def _end(self) -> None:
+        if self.learner.updates_weights and self.versions.version > self.weight_sync.live_version:
+            await self._publish()
+        await self._published()
+        await self.observer.checkpoint(self)
+        if not self._stop.is_set():
+            await self._cancel_rollouts("end")
+            await self.observer.evaluate(self.step)
+
+    async def _shut_down(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await self._cancel_rollouts("end" if self.state == "finished" else "stopped")
+        if self._publishing is not None:
+            self._publishing.cancel()
+            await asyncio.gather(self._publishing, return_exceptions=True)
+        for lease in list(self.ledger.in_flight.values()):
+            # A batch that was in the trainer's hands when the run broke cannot be cancelled, only ended.
+            if lease.state == "trained":
+                self.buffer.settle(lease, TRAINED)
+            elif lease.state in ("taken", "ready"):
+                self.buffer.settle(lease, "end")
+        self.check()
+
+    async def _cancel_rollouts(self, reason: str) -> None:
+        self.buffer.close()
+        running = list(self.producing.values())
+        for lease, task in running:
+            self.buffer.settle(lease, reason)
+            task.cancel()
+        await asyncio.gather(*(task for _, task in running), return_exceptions=True)
+
+    # ------------------------------------------------------------------------------------------------- roll out
+
+    async def _roll_out(self) -> None:
+        while True:
+            self.waits["admission"] = "waits for room"
+            try:
+                lease = await self._timed("wait_room", self.buffer.admit())
+            except BufferClosed:
+                self.waits["admission"] = "closed"
+                return
+            self._event("admitted", lease.lease_id)
+            lease.admitted_version = self.weight_sync.live_version
+            task = asyncio.create_task(self._produce(lease), name=f"rollout {lease.lease_id}")
+            self.producing[lease.lease_id] = (lease, task)
+            task.add_done_callback(self._notice)
+
+    async def _produce(self, lease: Lease) -> None:
+        """One lease to its unit or its end. A rollout's failure is its own: only a `RunError` ends the run."""
+        try:
+            unit = await self.rollout(lease)
+            if self.buffer.put(lease, unit):
+                self._event("put", lease.lease_id, unit.oldest_version)
+        except RolloutRecycled as recycled:
+            self._event("recycled", lease.lease_id)
+            self.buffer.settle(lease, RECYCLED, recycled.remainder)
+        except RolloutDropped as dropped:
+            self._tell_once(f"dropped ({dropped.reason}): {dropped.detail}" if dropped.detail else dropped.reason)
+            self.buffer.settle(lease, dropped.reason)
+        except RunError:
+            self.buffer.settle(lease, "failed")
+            raise
+        except Exception as error:
+            self._tell_once(f"a rollout raised {type(error).__name__}: {error}")
+            self.buffer.settle(lease, "error")
+        finally:
+            self.producing.pop(lease.lease_id, None)
+
+    # ---------------------------------------------------------------------------------------------------- train
+
+    async def _train(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self.step < self.settings.steps and not self._stop.is_set():
+            started = loop.time()
+            batch = await self._take_batch()
+            if not batch:
+                break
+            taken = loop.time()
+            leases, units = [lease for lease, _ in batch], [unit for _, unit in batch]
+            lags = [self.versions.lag(unit.oldest_version) for unit in units]
+            for lease in leases:
+                self._event("taken", lease.lease_id, self.versions.version)
+            self.waits["trainer"] = "trains"
+            metrics = await self._trainer(self.learner.train(units))
+            trained = loop.time()
+            self.step += 1
+            self.buffer.mark_trained(leases)
+            self.not_live.extend(leases)
+            waited = await self._after_update()
+            report = StepReport(
+                step=self.step,
+                version=self.versions.version,
+                units=units,
+                lags=lags,
+                metrics=metrics,
+                wait_batch_s=taken - started,
+                train_s=trained - taken,
+                wait_sync_s=waited,
+                publish_s=loop.time() - trained - waited,
+                step_s=loop.time() - started,
+                sync=self.weight_sync.last,
+            )
+            self._event("trained", str(self.step), self.versions.version)
+            self.check()
+            self.observer.step(report)
+            await self._at_intervals()
+        self.waits["trainer"] = "has ended"
+
+    async def _after_update(self) -> float:
+        """Number the new weights and send them off; the seconds spent waiting for the sync before."""
+        if not self.learner.updates_weights:
+            self._settle_live(self.versions.version)
+            return 0.0
+        self.versions.advance()
+        if self.step % self.settings.every_steps and self.step < self.settings.steps:
+            return 0.0
+        return await self._publish()
+
+    async def _at_intervals(self) -> None:
+        every, evaluate = self.settings.checkpoint_every, self.settings.evaluate_every
+        last = self.step == self.settings.steps or self._stop.is_set()
+        if every and self.step % every == 0 and not last:
+            await self._published()
+            await self.observer.checkpoint(self)
+        if evaluate and self.step % evaluate == 0 and not last:
+            await self._published()
+            await self.observer.evaluate(self.step)
+
+    async def _take_batch(self) -> list[tuple[Lease, Unit]]:
+        """A batch after the trainer's filter, refilled up to the limit; shorter, or empty, only at the end."""
+        batch: list[tuple[Lease, Unit]] = []
+        refills = self.settings.refill_limit * self.settings.batch
+        while (wanted := self.settings.batch - len(batch)) > 0:
+            self.waits["trainer"] = f"waits for {wanted} of {self.settings.batch} units"
+            taken = await self._timed("wait_batch", self._take_or_stop(wanted))
+            unwanted = self.learner.unwanted([unit for _, unit in taken])
+            for (lease, unit), drop in zip(taken, unwanted, strict=True):
+                if drop and refills > 0:
+                    refills -= 1
+                    self.buffer.settle(lease, "filtered")
+                else:
+                    batch.append((lease, unit))
+            if len(taken) < wanted:
+                break
+        if self._stop.is_set() and len(batch) < self.settings.batch:
+            for lease, _ in batch:
+                self.buffer.settle(lease, "end")
+            return []
+        return sorted(batch, key=lambda pair: pair[0].index)
+
+    async def _take_or_stop(self, wanted: int) -> list[tuple[Lease, Unit]]:
+        take = asyncio.ensure_future(self.buffer.take(wanted, self.versions.version))
+        stop = asyncio.ensure_future(self._stop.wait())
+        try:
+            await asyncio.wait((take, stop), return_when=asyncio.FIRST_COMPLETED)
+            return take.result() if take.done() else []
+        finally:
+            take.cancel()
+            stop.cancel()
+
+    # --------------------------------------------------------------------------------------------------- publish
+
+    async def _publish(self) -> float:
+        """Hand the current weights to the sync, once the one before is through; the seconds that took."""
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        self.waits["trainer"] = "waits for the weight sync before"
+        await self._timed("wait_sync", self._published())
+        waited = clock() - started
+        self.waits["trainer"] = "publishes"
+        version = self.versions.version
+        self.observer.version_written(version)
+        ticket = await self._trainer(self.learner.publish(version))
+        self._publishing = asyncio.create_task(self._make_live(ticket), name=f"sync {version}")
+        self._publishing.add_done_callback(self._notice)
+        return waited
+
+    async def _published(self) -> None:
+        if self._publishing is not None:
+            await asyncio.shield(self._publishing)
+
+    async def _make_live(self, ticket: Any) -> None:
+        self.waits["weights"] = f"sync to version {ticket.version}"
+        times = await self._timed("sync", self.weight_sync.sync(ticket))
+        self._settle_live(ticket.version)
+        self._event("live", "", times.version)
+        self.waits["weights"] = f"version {times.version} is live"
+
+    def _settle_live(self, version: int) -> None:
+        """The weights trained on these leases are live: their places are free."""
+        live, self.not_live = self.not_live, []
+        for lease in live:
+            self.buffer.settle(lease, TRAINED)
+
+    # --------------------------------------------------------------------------------------------------- engines
+
+    def _on_fenced(self, slot: EngineSlot, reason: str) -> None:
+        self._event("fenced", slot.name)
+        self.observer.message(f"{slot.name} is given up: {reason}")
+        self._spawn(f"kill {slot.name} {self.restarts_left}", slot.proxy.kill())
+        if self.spawn_engine is not None and self.restarts_left > 0:
+            self.restarts_left -= 1
+            self._spawn(f"replace {slot.name} {self.restarts_left}", self._replace(slot.name))
+        elif not self.dispatcher.live() and not self.joining:
+            self._fail(NoEngines(f"the last engine is gone ({reason}) and no restart is left (limits.restarts)"))
+
+    async def _replace(self, name: str) -> None:
+        assert self.spawn_engine is not None
+        self.joining += 1
+        try:
+            slot = await self.spawn_engine(name)
+            await self.weight_sync.join(slot)
+            self._event("joined", name, slot.version)
+            self.observer.message(f"{name} is replaced and runs version {slot.version}")
+        except PartFailed as error:
+            self.observer.message(f"{name} could not be replaced: {error}")
+            if self.restarts_left > 0:
+                self.restarts_left -= 1
+                self._spawn(f"replace {name} {self.restarts_left}", self._replace(name))
+            elif not self.dispatcher.live():
+                self._fail(NoEngines(f"no engine is left: {error}"))
+        finally:
+            self.joining -= 1
+
+    # -------------------------------------------------------------------------------------------------- watching
+
+    def census(self) -> list[str]:
+        """Ids in flight, asked of the parts in the order of the flow: rollouts, then the store."""
+        return [*self.producing, *self.buffer.store.scan()]
+
+    def check(self) -> None:
+        """Law 1. Raises `ConservationError` naming the ids."""
+        self.ledger.check(self.census())
+
+    async def _watch_for_stalls(self) -> None:
+        """Say what everybody waits for when nothing moved for a while; stop when it lasts."""
+        loop = asyncio.get_running_loop()
+        seen, moved_at, warned = -1, loop.time(), False
+        while True:
+            await asyncio.sleep(self.settings.stall_warning_s / 4)
+            tokens = sum(slot.stats.generated_tokens for slot in self.dispatcher.live())
+            now = self.ledger.transitions + tokens + self.weight_sync.syncs
+            if now != seen:
+                seen, moved_at, warned = now, loop.time(), False
+                continue
+            still = loop.time() - moved_at
+            if still >= self.settings.stall_stop_s:
+                self._fail(Stalled(f"nothing moved for {still:.0f} s. {self.describe()}"))
+                return
+            if still >= self.settings.stall_warning_s and not warned:
+                warned = True
+                self.observer.message(f"nothing moved for {still:.0f} s. {self.describe()}")
+
+    def describe(self) -> str:
+        """Each part's state and what it waits for, in words."""
+        states = ("admitted", "ready", "taken", "trained")
+        leases = ", ".join(f"{self.ledger.count(state)} {state}" for state in states)
+        engines = (
+            ", ".join(f"{slot.name} has {len(slot.calls)} requests" for slot in self.dispatcher.live()) or "no engine"
+        )
+        gate = "open" if self.dispatcher.gate_open else "closed"
+        waits = "; ".join(f"{part} {what}" for part, what in self.waits.items())
+        return f"Leases: {leases}; room for {self.buffer.room()} more. Gate {gate}; {engines}. {waits}."
+
+    def _on_drop(self, lease: Lease, reason: str, unit: Unit | None) -> None:
+        self._event("dropped", f"{lease.lease_id}:{reason}", NO_VERSION)
+        self.observer.dropped(lease, reason, unit)
+        since = self.ledger.dropped_since_trained
+        lost = sum(count for why, count in since.items() if why not in ("end", "stopped"))
+        if lost >= self.settings.max_dropped and self.state == "running":
+            why, _ = since.most_common(1)[0]
+            self._fail(
+                Starved(
+                    f"{lost} units were dropped since the last trained one ({dict(since)}): {REMEDIES.get(why, REMEDIES['error'])}"
+                )
+            )
+
+    def _tell_once(self, text: str) -> None:
+        """A failure that may repeat a thousand times is told once."""
+        key = text[:60]
+        if key not in self._told_errors:
+            self._told_errors.add(key)
+            self.observer.message(text)
+
+    # --------------------------------------------------------------------------------------------------- plumbing
+
+    async def _trainer(self, call: Awaitable[Any]) -> Any:
+        try:
+            return await call
+        except WorkerDied as error:
+            raise TrainingFailed(
+                f"the trainer is gone: {error}; go on from the last checkpoint with --resume"
+            ) from None
+
+    def _spawn(self, name: str, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks[name] = task
+        task.add_done_callback(self._notice)
+
+    def _notice(self, task: asyncio.Task[Any]) -> None:
+        """A loop or a rollout that broke ends the run: an exception in a task that nobody awaits is never lost."""
+        if not task.cancelled() and task.exception() is not None:
+            self._fail(task.exception())
+
+    def _fail(self, error: BaseException | None) -> None:
+        if not self._failure.done():
+            self._failure.set_exception(error or RunError("unknown"))
+            self._failure.exception()  # it may be raised by another path first
+
+    async def _until_failure(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait((task, self._failure), return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()
+            if self._failure.done():
+                self._failure.result()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _timed(self, kind: str, call: Awaitable[Any]) -> Any:
+        """The call, with its waiting on the timeline when it was more than a millisecond."""
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        try:
+            return await call
+        finally:
+            waited = clock() - started
+            if waited > 1e-3:
+                self.observer.event(
+                    Event(int(started * 1e9), "controller", kind, "", self.versions.version, int(waited * 1e9))
+                )
+
+    def _event(self, kind: str, subject: str = "", version: int = NO_VERSION) -> None:
+        now = int(asyncio.get_running_loop().time() * 1e9)
+        self.observer.event(Event(now, "controller", kind, subject, version))
+
+
+REMEDIES = {
+    "stale": "samples wait or take longer than staleness.max_version_lag allows; raise it, or lower buffer.steps",
+    "filtered": "all scores of a group are equal; mend the reward, choose tasks of another difficulty, or set "
+    "training.advantage.drop_zero_variance = false",
+    "unscored": "the reward functions give no score; run `headrace check` and read the messages above",
+    "refused": "prompts do not fit the context; shorten them, or raise rollout.engine.context_length",
+    "timeout": "groups do not end within group.timeout_s; raise it, or lower rollout.sampling.max_tokens",
+    "retries": "engine calls fail again and again; read the messages above",
+    "interrupted": "weight syncs cut generations short; choose weights.partial = resume_prefix, or weights.interruption = never",
+    "recycled": "weight syncs send tasks back faster than they end; choose weights.partial = resume_prefix",
+    "error": "read the messages above",
+}
+"""Drop reason -> what to change."""
