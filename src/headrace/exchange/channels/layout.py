@@ -13,7 +13,7 @@ import torch
 
 TENSOR_ALIGN_BYTES = 64
 BLOCK_BYTES = 1024
-SAMPLE_EVERY = 64
+SAMPLE_EVERY = 256
 SAMPLE_ABOVE_BYTES = 16 << 20
 CAPACITY_ALIGN_BYTES = BLOCK_BYTES * SAMPLE_EVERY
 
@@ -67,18 +67,18 @@ def fill(memory: torch.Tensor, layout: Layout, tensors: Sequence[tuple[str, torc
     for name, tensor in tensors:
         source, target = tensor.detach(), targets[name]
         if source.device.type == "cpu" and source.is_contiguous() and not source.is_conj() and not source.is_neg():
-            # the C library's copy streams past the caches, which torch's own loop does not
+            # the C library's copy can stream past the caches, which torch's own loop cannot
             ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
         else:
             target.copy_(source)
 
 
 def checksum(memory: torch.Tensor, layout: Layout, version: int) -> str:
-    """Hash of manifest and bytes: all bytes up to 16 MiB; above, one 1 KiB block in 64, others with each version.
+    """Hash of manifest and bytes: all bytes up to 16 MiB; above, one 1 KiB block in 256, others with each version.
 
     A full pass costs as much as the copy itself, at both ends. What the sample finds: bytes of another version, a
-    tensor at the wrong place, a truncated or unwritten stretch of 64 KiB or more. A single flipped byte outside the
-    sampled blocks (63 in 64) passes. Blocks are hashed in order; within a block, words are summed modulo 2^64.
+    tensor at the wrong place, a truncated or unwritten stretch of 256 KiB or more. A single flipped byte outside the
+    sampled blocks (255 in 256) passes. Blocks are hashed in order; within a block, words are summed modulo 2^64.
     """
     blocks = memory[: layout.capacity].view(torch.int64).view(-1, BLOCK_BYTES // 8)
     if layout.bytes > SAMPLE_ABOVE_BYTES:

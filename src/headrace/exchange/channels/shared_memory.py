@@ -286,7 +286,9 @@ def _open_segment(ticket: WeightTicket) -> tuple[int, bytes]:
             f"version {ticket.version} of {ticket.policy!r} is gone: its publisher has replaced it, closed or died"
         ) from None
     except PermissionError as error:
-        raise PartFailed(f"cannot attach to the publisher of {ticket.policy!r}: {error}; run both as one user") from None
+        raise PartFailed(
+            f"cannot attach to the publisher of {ticket.policy!r}: {error}; run both as one user"
+        ) from None
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
         raise StaleTicket(f"version {ticket.version} of {ticket.policy!r} is gone")
