@@ -151,5 +151,12 @@ def test_a_tracker_gets_every_step_under_the_runs_name(tmp_path, name, monkeypat
     sink.write(3, {"a": 1.0})
     sink.close()
     sink.close()
-    assert calls[0]["name"] == "my-run" and calls[0]["config"] == {"seed": 1} and calls[0]["resume"] == "allow"
+    again = open_sinks(ObservabilityConfig(sinks=(name,)), tmp_path / "my-run", {"seed": 1})
+    other = open_sinks(ObservabilityConfig(sinks=(name,)), tmp_path / "elsewhere" / "my-run", {"seed": 1})
+    assert again and other
+    key = "id" if name == "wandb" else "name"
+    ids = [call[key] for call in calls if isinstance(call, dict)]
+    assert ids[0] == ids[1] != ids[2], "a resumed run keeps its id, a namesake has another"
+    calls = calls[:3]
+    assert calls[0]["name"].startswith("my-run") and calls[0]["config"] == {"seed": 1} and calls[0]["resume"] == "allow"
     assert calls[1:] == [(3, {"a": 1.0}), "finished"]

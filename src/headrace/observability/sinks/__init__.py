@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +18,18 @@ class Sink(Protocol):
     def close(self) -> None:
         """Idempotent."""
         ...
+
+
+def tracker_id(folder: Path) -> str:
+    """A run's name in a tracker: the folder's name and a random tail, kept in the folder.
+
+    A resumed run finds the same one; another run whose folder has the same name does not write into it.
+    """
+    path = folder / "tracker_id"
+    if not path.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{folder.name}-{uuid.uuid4().hex[:8]}", encoding="utf-8")
+    return path.read_text(encoding="utf-8")
 
 
 def open_sink(name: str, folder: Path, run_config: Mapping[str, Any] | None = None) -> Sink:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import MissingExtra
+from headrace.observability.sinks import tracker_id
 
 
 class TrackioSink:
@@ -16,7 +17,7 @@ class TrackioSink:
         except ImportError as error:
             raise MissingExtra("trackio", "trackio", "the sink 'trackio'") from error
         self._run: Any = trackio.init(
-            project="headrace", name=folder.name, resume="allow", config=dict(run_config or {})
+            project="headrace", name=tracker_id(folder), resume="allow", config=dict(run_config or {})
         )
 
     def write(self, step: int, values: dict[str, float]) -> None:

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import MissingExtra
+from headrace.observability.sinks import tracker_id
 
 
 class WandbSink:
-    """The run keeps the folder's name as its id, so that a resumed run goes on in the same place."""
+    """A resumed run goes on in the same place."""
 
     def __init__(self, folder: Path, run_config: Mapping[str, Any] | None = None) -> None:
         try:
@@ -20,7 +21,7 @@ class WandbSink:
         self._run: Any = wandb.init(
             project="headrace",
             name=folder.name,
-            id=folder.name,
+            id=tracker_id(folder),
             resume="allow",
             dir=str(folder),
             config=dict(run_config or {}),
