@@ -2,7 +2,7 @@
 
 import math
 
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from headrace.reward.combine import Failure, combine, weighted_sum
@@ -79,7 +79,6 @@ def test_one_part_is_its_value_times_its_weight(name, part, weight):
 anything = st.none() | st.floats(allow_nan=False, allow_infinity=False) | st.builds(Failure, st.text(max_size=5))
 
 
-@settings(max_examples=300)
 @given(
     st.dictionaries(
         names, st.tuples(anything, st.floats(allow_nan=False, allow_infinity=False)), min_size=1, max_size=5

@@ -137,9 +137,9 @@ def numeric(*, column: str = "answer", timeout_s: int = 5) -> Rule:
     where an alarm can be set; elsewhere the pool's own limit ends it.
     """
 
-    def rule(request: RewardRequest) -> float:
-        from math_verify import parse, verify
+    from math_verify import parse, verify  # here and not in the rule: a slow import counts against no call's limit
 
+    def rule(request: RewardRequest) -> float:
         answer = str(read_column(request, column)).rsplit("####", 1)[-1].strip()
         if _same_plain_number(answer, request.completion.strip()):
             return 1.0
@@ -184,13 +184,13 @@ def task(*, partial: bool = False, column: str = "reasoning_gym") -> Rule:
     Several of its verifiers give credit for merely containing the answer, so 1 only for a full score; `partial`
     hands the raw score on. What stands in the last ``<answer>`` tag is the answer, else the whole completion.
     """
+    try:
+        from reasoning_gym import get_score_answer_fn
+    except ImportError:
+        raise MissingExtra("reasoning-gym", "reasoning-gym", "the reward rule `task`") from None
 
     def rule(request: RewardRequest) -> float:
         dataset, entry = _reasoning_gym_entry(read_column(request, column), column)
-        try:
-            from reasoning_gym import get_score_answer_fn
-        except ImportError:
-            raise MissingExtra("reasoning-gym", "reasoning-gym", "the reward rule `task`") from None
         tagged = re.findall(r"<answer>(.*?)</answer>", request.completion, re.DOTALL)
         answer = (tagged[-1] if tagged else request.completion).strip()
         score = float(get_score_answer_fn(dataset)(answer, entry))
