@@ -99,3 +99,10 @@ def test_the_trainers_time_is_attributed_once(delays):
     shares = measure(flow_events(delays))
     assert 0.9 < sum(shares.held.values()) <= 1.0 + 1e-9
     assert all(-1e-9 <= share <= 1 for share in shares.held.values())
+
+
+def test_of_two_that_work_side_by_side_the_one_that_never_rests_is_named():
+    quick_scoring = flow_events(Delays(generate_s=2.0, score_s=1.8, train_s=0.5), steps=30)
+    slow_scoring = flow_events(Delays(generate_s=1.8, score_s=2.4, train_s=0.5), steps=30)
+    assert find_bottleneck(quick_scoring).part == "engine"
+    assert find_bottleneck(slow_scoring).part == "reward"
