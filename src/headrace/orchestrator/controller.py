@@ -159,9 +159,10 @@ class Controller:
         await self.observer.evaluate(self.step)
 
     async def _end(self) -> None:
+        await self._published()
         if self.learner.updates_weights and self.versions.version > self.weight_sync.live_version:
             await self._publish()
-        await self._published()
+            await self._published()
         await self.observer.checkpoint(self)
         if not self._stop.is_set():
             await self._cancel_rollouts("end")
@@ -190,6 +191,9 @@ class Controller:
             self.buffer.settle(lease, reason)
             task.cancel()
         await asyncio.gather(*(task for _, task in running), return_exceptions=True)
+        for lease, _ in running:
+            # A task cancelled before its first step never reaches its own `finally`.
+            self.producing.pop(lease.lease_id, None)
 
     # ------------------------------------------------------------------------------------------------- roll out
 
