@@ -8,6 +8,7 @@ import signal
 import time
 
 import pytest
+import pytest_asyncio
 import torch
 
 from headrace.errors import StaleTicket
@@ -20,33 +21,26 @@ from headrace.types import WeightTicket
 LAYERS = 20
 
 
-def weights(version: int, size: int = 50_000) -> list[tuple[str, torch.Tensor]]:
+def weights(version: int, size: int = 20_000) -> list[tuple[str, torch.Tensor]]:
     return [(f"layer.{i}", torch.full((size,), float(version))) for i in range(LAYERS)]
 
 
-class Trainer:
-    def __init__(self, context: WorkerContext, channel: WeightChannel) -> None:
+class Party:
+    """One end of a channel in a process of its own: publishes as a trainer does, or reads as an engine does (takes the
+    new version, looks at it, then lets the old one go)."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        torch.set_num_threads(1)
+
+    def join(self, channel: WeightChannel) -> None:
         self.channel = channel
+        self.live: tuple[WeightTicket, dict[str, torch.Tensor]] | None = None
 
     def publish(self, version: int) -> WeightTicket:
         return self.channel.publish(weights(version), version)
 
-    def publish_many(self, first: int, count: int) -> WeightTicket:
-        for version in range(first, first + count):
-            ticket = self.publish(version)
-        return ticket
-
     def reclaimed(self) -> int:
         return self.channel.reclaimed
-
-
-class Engine:
-    """Reads as an engine does: takes the new version, checks it, then lets the old one go."""
-
-    def __init__(self, context: WorkerContext, channel: WeightChannel) -> None:
-        torch.set_num_threads(1)
-        self.channel = channel
-        self.live: tuple[WeightTicket, dict[str, torch.Tensor]] | None = None
 
     def swap(self, ticket: WeightTicket) -> str:
         """ "ok", "stale", or the versions that were seen in one set of layers."""
@@ -57,7 +51,6 @@ class Engine:
         verdict = self.look(ticket, views)
         if self.live is not None:
             held, old = self.live
-            self.live = None
             if verdict == "ok":
                 verdict = self.look(held, old)  # the version that runs must be whole until it is let go
             self.channel.release(held)
@@ -75,19 +68,62 @@ class Engine:
         return self.channel.latest().version
 
 
-@pytest.fixture
-async def runtime():
-    opened = ProcessRuntime(lambda event: None)
-    yield opened
-    await opened.close()
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def parties():
+    """Three processes for the whole file (importing torch is what takes time); each is killed by one test at most."""
+    runtime = ProcessRuntime(lambda event: None)
+    yield await asyncio.gather(*[runtime.spawn(name, Party) for name in ("trainer", "engine-0", "engine-1")])
+    await runtime.close()
 
 
-async def test_an_object_made_in_the_controller_joins_a_trainer_and_engines_that_come_early_and_late(runtime):
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_reader_stopped_in_the_middle_of_reading_sees_whole_versions_or_a_refusal(parties):
+    _, engine, _ = parties
+    channel = open_channel("shared_memory", lease_timeout_s=0.01)
+    await engine.join(channel)
+    verdicts: list[str] = []
+    version = 1
+    ticket = channel.publish(weights(version), version)
+    for round_number in range(30):
+        swapping = asyncio.create_task(engine.swap(ticket))
+        await asyncio.sleep(0.0004 * (round_number % 10))
+        os.kill(engine.pid, signal.SIGSTOP)
+        for _ in range(3):
+            version += 1
+            ticket = channel.publish(weights(version), version)
+        os.kill(engine.pid, signal.SIGCONT)
+        verdicts.append(await swapping)
+    assert not [verdict for verdict in verdicts if verdict not in ("ok", "stale")], verdicts
+    channel.close()
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_stopped_reader_costs_the_publisher_one_timeout_and_keeps_what_it_held(parties):
+    _, stopped, _ = parties
+    channel = open_channel("shared_memory", lease_timeout_s=0.6)
+    await stopped.join(channel)
+    first = channel.publish(weights(1), 1)
+    assert await stopped.swap(first) == "ok"
+    os.kill(stopped.pid, signal.SIGSTOP)
+    took = []
+    for version in range(2, 10):
+        started = time.monotonic()
+        ticket = channel.publish(weights(version), version)
+        took.append(time.monotonic() - started)
+    os.kill(stopped.pid, signal.SIGCONT)
+    assert channel.reclaimed == 1 and took[1] >= 0.6 and sorted(took)[-2] < 0.6, took
+    assert await stopped.look_at_live() == "ok", "what it held is whole, eight versions later"
+    assert await stopped.swap(first) == "stale"
+    assert await stopped.swap(ticket) == "ok"
+    channel.close()
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_an_object_made_in_the_controller_joins_a_trainer_and_engines_that_come_early_and_late(parties):
+    trainer, engine, late = parties
     channel = open_channel("shared_memory", lease_timeout_s=20.0)
     before = set(os.listdir("/dev/shm"))
-    trainer, engine = await asyncio.gather(
-        runtime.spawn("trainer", Trainer, channel), runtime.spawn("engine-0", Engine, channel)
-    )
+    await asyncio.gather(trainer.join(channel), engine.join(channel))
     verdicts: list[str] = []
     tickets = [await trainer.publish(1)]
     done = False
@@ -97,16 +133,16 @@ async def test_an_object_made_in_the_controller_joins_a_trainer_and_engines_that
             verdicts.append(await engine.swap(tickets[-1]))
 
     swapping = asyncio.create_task(swap_for_ever())
-    for version in range(2, 150):  # the trainer fills one segment while the engine reads and swaps from the other
+    for version in range(2, 80):  # the trainer fills one segment while the engine reads and swaps from the other
         tickets.append(await trainer.publish(version))
     done = True
     await swapping
-    torn = [verdict for verdict in verdicts if verdict.startswith("torn")]
+    torn = [verdict for verdict in verdicts if verdict not in ("ok", "stale")]
     assert not torn and verdicts.count("ok") > 20, (torn[:3], len(verdicts))
     assert await trainer.reclaimed() == 0
 
-    late = await runtime.spawn("engine-1", Engine, channel)
-    assert await late.swap(tickets[-1]) == "ok" and await late.latest_version() == 149
+    await late.join(channel)
+    assert await late.swap(tickets[-1]) == "ok" and await late.latest_version() == 79
     assert await late.swap(tickets[0]) == "stale"
     assert set(os.listdir("/dev/shm")) <= before
 
@@ -114,58 +150,23 @@ async def test_an_object_made_in_the_controller_joins_a_trainer_and_engines_that
     os.kill(trainer.pid, signal.SIGKILL)
     await trainer.kill()
     assert await late.look_at_live() == "ok" and await late.swap(tickets[-1]) == "ok"
-    assert await engine.swap(tickets[-2]) in ("stale", "ok")
     with pytest.raises(StaleTicket, match="publisher"):
         channel.read(tickets[-1])
 
 
-async def test_dead_and_stopped_readers_do_not_hold_the_publisher_nor_see_torn_weights(runtime):
-    channel = open_channel("shared_memory", lease_timeout_s=0.5)
-    dead, stopped = await asyncio.gather(
-        runtime.spawn("engine-0", Engine, channel), runtime.spawn("engine-1", Engine, channel)
-    )
-    first = channel.publish(weights(1), 1)
-    assert await dead.swap(first) == "ok"
+@pytest.mark.asyncio(loop_scope="module")
+async def test_nobody_waits_for_a_dead_reader(parties):
+    _, _, dead = parties
+    channel = open_channel("shared_memory", lease_timeout_s=20.0)
+    await dead.join(channel)
+    assert await dead.swap(channel.publish(weights(1), 1)) == "ok"
     os.kill(dead.pid, signal.SIGKILL)
     await dead.kill()
     started = time.monotonic()
     for version in (2, 3):  # the third fills the segment that the dead one held
-        ticket = channel.publish(weights(version), version)
-    assert time.monotonic() - started < 0.45, "the kernel ends a dead reader's lease: nobody waits for it"
+        channel.publish(weights(version), version)
+    assert time.monotonic() - started < 10, "the kernel ends a dead reader's lease"
     assert channel.reclaimed == 0
-
-    assert await stopped.swap(ticket) == "ok"
-    os.kill(stopped.pid, signal.SIGSTOP)
-    took = []
-    for version in range(4, 12):
-        started = time.monotonic()
-        ticket = channel.publish(weights(version), version)
-        took.append(time.monotonic() - started)
-    assert channel.reclaimed == 1 and sum(t > 0.4 for t in took) == 1, took
-    os.kill(stopped.pid, signal.SIGCONT)
-    assert await stopped.look_at_live() == "ok", "what it held is whole, eight versions later"
-    assert await stopped.swap(first) == "stale"
-    assert await stopped.swap(ticket) == "ok"
-    channel.publish(weights(12), 12)
-    channel.close()
-
-
-async def test_a_reader_stopped_in_the_middle_of_reading_sees_whole_versions_or_a_refusal(runtime):
-    channel = open_channel("shared_memory", lease_timeout_s=0.02)
-    engine = await runtime.spawn("engine-0", Engine, channel)
-    verdicts: list[str] = []
-    version = 1
-    ticket = channel.publish(weights(version), version)
-    for round_number in range(40):
-        swapping = asyncio.create_task(engine.swap(ticket))
-        await asyncio.sleep(0.0005 * (round_number % 10))
-        os.kill(engine.pid, signal.SIGSTOP)
-        for _ in range(3):
-            version += 1
-            ticket = channel.publish(weights(version), version)
-        os.kill(engine.pid, signal.SIGCONT)
-        verdicts.append(await swapping)
-    assert not [verdict for verdict in verdicts if verdict not in ("ok", "stale")], verdicts
     channel.close()
 
 
