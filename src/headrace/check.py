@@ -31,7 +31,7 @@ from headrace.types import Score, Task
 
 PROMPTS = 4
 REWARD_TIMEOUT_S = 5.0
-"""A reward function that takes longer on eight short answers is reported; the run's own limit may be higher."""
+"""A reward function that takes longer on a short answer is reported; the run's own limit may be higher."""
 ANSWER_COLUMNS = ("answer", "ground_truth", "solution", "target", "label")
 SHOWN_CHARACTERS = 400
 EXTRAS = {"wandb": "wandb", "trackio": "trackio"}
@@ -239,37 +239,40 @@ def plausible_answer(task: Task) -> str:
 
 
 async def _check_rewards(config: RunConfig, tasks: list[Task], found: Findings, out: Callable[[str], None]) -> None:
-    """Score an empty and a plausible answer to each task, in worker processes as the run does."""
+    """Score an empty and a plausible answer to each task, in a worker process as the run does."""
     from headrace.orchestrator.runtimes.processes import ProcessRuntime
     from headrace.reward.pool import build_rewarder
 
-    limits = msgspec.structs.replace(
-        config.reward, timeout_s=min(config.reward.timeout_s, REWARD_TIMEOUT_S), workers=1, on_error="exclude"
-    )
+    limit_s = min(config.reward.timeout_s, REWARD_TIMEOUT_S)
+    limits = msgspec.structs.replace(config.reward, timeout_s=limit_s, workers=1, on_error="exclude")
     runtime = ProcessRuntime(lambda event: None)
     rewarder = build_rewarder(limits, runtime, lambda event: None, Path.cwd())
+    scores: list[Score] = []
+    clock = asyncio.get_running_loop().time
     try:
         await rewarder.start()
-        rows: dict[str, list[Score]] = {}
-        for kind, answer in (("empty", lambda task: ""), ("plausible", plausible_answer)):
-            requests = [
-                RewardRequest(task=task, prompt=task.payload.get("prompt", ""), completion=answer(task))
-                for task in tasks
-            ]
-            rows[kind] = await rewarder.score(requests)
-            for task, score in zip(tasks, rows[kind], strict=True):
+        for task in tasks:
+            answers = {"empty": "", "plausible": plausible_answer(task)}
+            prompt = task.payload.get("prompt", "")
+            began_s = clock()
+            # Two answers to one task, so that a function that scores whole groups is given siblings.
+            pair = await rewarder.score(
+                [RewardRequest(task=task, prompt=prompt, completion=text) for text in answers.values()]
+            )
+            scores += pair
+            for (kind, text), score in zip(answers.items(), pair, strict=True):
                 parts = ", ".join(f"{name} {value}" for name, value in score.parts.items())
-                out(
-                    f"  {task.task_id}, {kind} answer {answer(task)!r:.40}: reward {score.reward} ({score.error or parts})"
-                )
+                out(f"  {task.task_id}, {kind} answer {text!r:.40}: reward {score.reward} ({score.error or parts})")
+            if clock() - began_s >= limit_s:
+                break
     finally:
         await rewarder.close()
         await runtime.close()
-    _judge_rewards(rows, found)
+    _judge_rewards(scores, found)
 
 
-def _judge_rewards(rows: dict[str, list[Score]], found: Findings) -> None:
-    every = [score for scores in rows.values() for score in scores]
+def _judge_rewards(every: list[Score], found: Findings) -> None:
+    """What the scores of empty and plausible answers say of the functions."""
     errors = [score.error for score in every if score.error]
     if len(errors) == len(every):
         found.problems.append(
