@@ -28,7 +28,9 @@ class Policy:
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
         if gradient_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            # The method has its new name since transformers 5.2x.
+            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
         # Checkpointing acts in training mode only; nothing else depends on the mode once dropout is off.
         model.train(gradient_checkpointing)
         self._scale = _logit_scale(model.config)

@@ -1,0 +1,208 @@
+"""What every TrainBackend that holds real weights keeps to."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.errors import ConfigError, RunDirError, StaleTicket
+from headrace.exchange.channels.in_process import InProcessChannel
+from headrace.training.advantages import group_advantages
+from headrace.training.backends.single_device import build_single_device
+from headrace.training.batching import make_batches
+from headrace.training.config import LossConfig, OptimizerConfig, TrainingConfig
+from headrace.types import BUSY_KINDS
+from training.helpers import Recorder, context, padded_logprobs, random_group, samples_in, save_tiny
+
+BUILDERS = {"single_device": build_single_device}
+CONFIG = TrainingConfig(
+    steps=6, micro_tokens=40, optimizer=OptimizerConfig(lr=0.01, schedule="linear"), loss=LossConfig(kl_coef=0.05)
+)
+
+
+@pytest.fixture(params=sorted(BUILDERS))
+def build(request, tmp_path):
+    torch.set_num_threads(1)
+    folder = save_tiny(tmp_path / "model")
+
+    def make(config=CONFIG, channel=None, recorder=None, dtype="float32"):
+        return BUILDERS[request.param](context(recorder), config, folder, dtype, channel, 8)
+
+    make.folder = folder
+    return make
+
+
+def groups_of(seed, count=3):
+    rng = np.random.default_rng(seed)
+    return [random_group(rng, f"{seed}.{i}") for i in range(count)]
+
+
+def micros_of(seed, config=CONFIG):
+    groups = groups_of(seed)
+    (micros,) = make_batches(groups, group_advantages(groups, config.advantage), config, max_length=8)
+    assert len(micros) > 1
+    return micros
+
+
+async def step(backend, seed, config=CONFIG):
+    for batch in micros_of(seed, config):
+        await backend.forward_backward(await backend.annotate(batch, ["reference"]))
+    return await backend.optimizer_step()
+
+
+async def test_weights_change_at_the_step_and_only_there(build):
+    backend = build()
+    start = await backend.fingerprint()
+    batch = micros_of(0)[0]
+    filled = await backend.annotate(batch, ["reference", "proximal"])
+    assert batch.reference_logprobs is None and filled.values is None
+    assert filled.reference_logprobs.shape == filled.proximal_logprobs.shape == batch.target_ids.shape
+    np.testing.assert_allclose(filled.reference_logprobs, filled.proximal_logprobs, atol=1e-6)
+    await backend.forward_backward(filled)
+    assert await backend.fingerprint() == start
+    metrics = await backend.optimizer_step()
+    assert await backend.fingerprint() != start
+    assert metrics["optimizer/grad_norm"].mean > 0 and metrics["optimizer/skipped"].mean == 0
+    assert metrics["optimizer/lr"].mean == 0.01
+    await backend.close()
+
+
+async def test_the_reference_stays_the_model_at_the_start(build):
+    backend = build()
+    batch = micros_of(0)[0]
+    before = (await backend.annotate(batch, ["reference"])).reference_logprobs
+    await step(backend, 1)
+    filled = await backend.annotate(batch, ["reference", "proximal"])
+    np.testing.assert_array_equal(filled.reference_logprobs, before)
+    assert np.abs(filled.proximal_logprobs - before).max() > 1e-3
+
+
+async def test_equal_work_gives_equal_weights_and_a_resumed_run_the_same(build, tmp_path):
+    """Saved after two steps and loaded into a fresh backend, the third and fourth step end at the same hash."""
+    straight = build()
+    for seed in range(4):
+        await step(straight, seed)
+    stopped = build()
+    for seed in range(2):
+        await step(stopped, seed)
+    await stopped.save(str(tmp_path / "ckpt"))
+    middle = await stopped.fingerprint()
+    resumed = build()
+    await step(resumed, 77)  # whatever it did before, load replaces it
+    await resumed.load(str(tmp_path / "ckpt"))
+    assert await resumed.fingerprint() == middle
+    for seed in range(2, 4):
+        rates = [(await step(b, seed))["optimizer/lr"].mean for b in (resumed, stopped)]
+        assert rates[0] == rates[1] < 0.01
+    assert await resumed.fingerprint() == await stopped.fingerprint() == await straight.fingerprint()
+
+
+async def test_a_checkpoint_is_a_plain_hugging_face_folder(build, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    backend = build()
+    await step(backend, 0)
+    await backend.save(str(tmp_path / "ckpt"))
+    names = {p.name for p in (tmp_path / "ckpt").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer_config.json", "trainer.json", "manifest.json"} <= names
+    assert not any(name.endswith((".bin", ".pt", ".pkl")) for name in names)
+    assert json.loads((tmp_path / "ckpt" / "config.json").read_text()).get("attn_implementation") is None
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "ckpt").eval()
+    groups = groups_of(5)
+    credit = [np.ones(g.size) for g in groups]
+    (micros,) = make_batches(groups, credit, TrainingConfig(), max_length=8)
+    filled = await backend.annotate(micros[0], ["proximal"])
+    with torch.no_grad():
+        plain = torch.cat(padded_logprobs(model, samples_in(groups)))
+    np.testing.assert_allclose(filled.proximal_logprobs, plain.numpy(), atol=3e-5)
+
+
+async def test_a_damaged_checkpoint_is_refused_and_changes_nothing(build, tmp_path):
+    backend = build()
+    await backend.save(str(tmp_path / "ckpt"))
+    await step(backend, 0)
+    before = await backend.fingerprint()
+    path = tmp_path / "ckpt" / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(RunDirError, match=r"model\.safetensors"):
+        await backend.load(str(tmp_path / "ckpt"))
+    assert await backend.fingerprint() == before
+    with pytest.raises(RunDirError, match=r"manifest\.json"):
+        await backend.load(str(tmp_path / "nothing"))
+
+
+async def test_a_non_finite_gradient_skips_the_step_and_is_counted(build):
+    import dataclasses
+
+    backend = build()
+    await step(backend, 0)
+    before = await backend.fingerprint()
+    batch = await backend.annotate(micros_of(1)[0], ["reference"])
+    await backend.forward_backward(dataclasses.replace(batch, advantages=np.full_like(batch.advantages, np.inf)))
+    metrics = await backend.optimizer_step()
+    assert metrics["optimizer/skipped"].mean == 1 and "optimizer/grad_norm" not in metrics
+    assert await backend.fingerprint() == before
+    assert (await step(backend, 1))["optimizer/skipped"].mean == 0
+    assert await backend.fingerprint() != before
+
+
+async def test_publish_sends_each_weight_once_under_its_hugging_face_name(build):
+    from safetensors import safe_open
+
+    channel = InProcessChannel()
+    backend = build(channel=channel)
+    await step(backend, 0)
+    ticket = await backend.publish(7)
+    await step(backend, 1)
+    sent = channel.read(ticket)
+    with safe_open(str(Path(build.folder) / "model.safetensors"), "pt") as saved:
+        assert set(sent) == set(saved.keys())
+    assert "lm_head.weight" not in sent and ticket.version == 7
+    with pytest.raises(StaleTicket):
+        await backend.publish(7)
+    newer = channel.read(await backend.publish(8))
+    assert any(not torch.equal(sent[name], newer[name]) for name in newer)
+
+
+async def test_without_a_channel_publishing_says_so(build):
+    with pytest.raises(ConfigError, match=r"weights\.channel"):
+        await build().publish(1)
+
+
+async def test_metrics_are_finite_and_known_by_name(build):
+    backend = build()
+    batch = await backend.annotate(micros_of(0)[0], ["reference"])
+    metrics = await backend.forward_backward(batch)
+    expected = {
+        "loss/total", "loss/clip_share", "loss/ratio_max", "loss/kl", "loss/entropy", "correction/ess",
+        "mismatch/logprob_diff_mean", "mismatch/logprob_diff_max", "mismatch/k3", "mismatch/mixed/k3",
+    }  # fmt: skip
+    assert expected <= set(metrics)
+    assert all(math.isfinite(stat.mean) for stat in metrics.values())
+
+
+async def test_its_work_is_on_the_timeline(build):
+    recorder = Recorder()
+    backend = build(channel=InProcessChannel(), recorder=recorder)
+    await step(backend, 0)
+    await backend.publish(1)
+    kinds = [event.kind for event in recorder.events]
+    assert {"annotate", "forward_backward", "optimizer_step", "publish"} == set(kinds)
+    assert set(kinds) <= set(BUSY_KINDS["trainer"])
+    assert all(event.duration_ns > 0 and event.source == "trainer" for event in recorder.events)
+    assert recorder.events[-1].version == 1
+
+
+async def test_bfloat16_trains_and_resumes(build, tmp_path):
+    one, two = build(dtype="bfloat16"), build(dtype="bfloat16")
+    await step(one, 0)
+    await one.save(str(tmp_path / "ckpt"))
+    await two.load(str(tmp_path / "ckpt"))
+    for backend in (one, two):
+        assert (await step(backend, 1))["optimizer/skipped"].mean == 0
+    assert await one.fingerprint() == await two.fingerprint()
