@@ -24,13 +24,14 @@ class ScriptedRuntime:
 
     def __init__(self, seconds=0.01, asynchronous=False, spawns=10**9):
         self.seconds, self.asynchronous, self.spawns_left = seconds, asynchronous, spawns
-        self.calls, self.killed = [], 0
+        self.calls, self.killed, self.proxies = [], 0, []
 
     async def spawn(self, name, factory, *args, resources):
         if self.spawns_left == 0:
             raise PartFailed("no memory")
         self.spawns_left -= 1
-        return ScriptedProxy(name, self)
+        self.proxies.append(ScriptedProxy(name, self))
+        return self.proxies[-1]
 
 
 class ScriptedProxy:
@@ -45,6 +46,8 @@ class ScriptedProxy:
     async def score(self, requests):
         texts = [r.completion for r in requests]
         self.runtime.calls.append(texts)
+        if not self.alive:
+            raise WorkerDied("gone already")
         await asyncio.sleep(self.runtime.seconds * (1 if self.runtime.asynchronous else len(texts)))
         if "hang" in texts:
             await asyncio.sleep(1e9)
@@ -121,6 +124,52 @@ def test_a_bad_request_in_a_shared_call_fails_alone_and_order_is_kept(bad):
     assert any(bad in call and len(call) > 1 for call in runtime.calls), "it never shared a call"
     alone = sum(call == [bad] for call in runtime.calls)
     assert alone == (2 if bad == "die" else 1)
+    gone = {"hang": 2, "die": 3, "unsendable": 0}[bad]
+    assert (rewarder.meter.totals["replacements"], runtime.killed) == (gone, gone)
+
+
+def test_retries_come_before_what_came_later():
+    runtime = ScriptedRuntime(seconds=0.02)  # five share a call
+    run(runtime, ["0", "1", "2", "3", "hang", "5", *numbers(9)], timeout_s=1.0)
+    failed = next(index for index, call in enumerate(runtime.calls) if "hang" in call)
+    shared = runtime.calls[failed]
+    assert len(shared) > 1
+    assert runtime.calls[failed + 1 : failed + 1 + len(shared)] == [[text] for text in shared]
+
+
+def test_a_worker_that_died_idle_is_replaced_before_it_is_asked():
+    async def main():
+        rewarder = pooled(runtime)
+        await rewarder.score([request("1")])
+        runtime.proxies[0].alive = False
+        [score] = await rewarder.score([request("2")])
+        await rewarder.close()
+        return score.reward, rewarder.meter.totals
+
+    runtime = ScriptedRuntime()
+    reward, totals = run_simulated(main())
+    assert reward == 2.0
+    assert (totals["deaths"], totals["replacements"]) == (1, 1)
+    assert runtime.calls == [["1"], ["2"]]
+
+
+def test_what_a_cancelled_caller_left_in_the_queue_is_not_scored():
+    async def main():
+        rewarder = pooled(runtime)
+        first = asyncio.create_task(rewarder.score([request("1")]))
+        await asyncio.sleep(0.5)
+        given_up = asyncio.create_task(rewarder.score([request("2"), request("3")]))
+        await asyncio.sleep(0.1)
+        queued = rewarder.queued
+        given_up.cancel()
+        last = asyncio.create_task(rewarder.score([request("4")]))
+        rewards = [score.reward for score in [*await first, *await last]]
+        await rewarder.close()
+        return queued, rewards
+
+    runtime = ScriptedRuntime(seconds=1.0)
+    assert run_simulated(main()) == (2, [1.0, 4.0])
+    assert runtime.calls == [["1"], ["4"]]
 
 
 def test_groups_never_share_a_call_and_are_not_split():
