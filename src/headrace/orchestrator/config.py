@@ -18,6 +18,7 @@ class CheckpointConfig(Config):
     every_steps: NonNegative = 0
     """0: only at the end and when the run is stopped."""
     keep: Annotated[int, Meta(ge=1)] = 2
+    """So many newest checkpoints are kept."""
 
 
 class LimitsConfig(Config):
@@ -39,6 +40,8 @@ class EvaluationConfig(Config):
     source: str = ""
     """As `tasks.source`; empty: no evaluation. `heldout` is the built-in source's own held-out part."""
     count: NonNegative = 100
+    """Held-out tasks to answer."""
     every_steps: NonNegative = 0
+    """0: only before the first step and after the last."""
     sampled: bool = False
     """Also score one sampled answer to each task at the run's temperature."""

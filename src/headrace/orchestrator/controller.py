@@ -266,7 +266,8 @@ class Controller:
                 step_s=loop.time() - started,
                 sync=self.weight_sync.last,
             )
-            self._event("trained", str(self.step), self.versions.version)
+            for lease in leases:
+                self._event("trained", lease.lease_id, self.versions.version)
             self.check()
             self.observer.step(report)
             await self._at_intervals()

@@ -82,6 +82,7 @@ class LocalProxy:
         self._start(self._close_part())
 
     async def close(self) -> None:
+        """Let the part close. An error in its own `close` goes to the loop's exception handler."""
         if not self._alive:
             return
         await self._close_part()

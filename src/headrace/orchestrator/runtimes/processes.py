@@ -97,7 +97,8 @@ class ProcessProxy:
             await asyncio.wait([self._listener])
 
     async def close(self) -> None:
-        """Let the part close, at most `close_timeout_s`; then kill it. An error of the part's own `close` is raised."""
+        """Let the part close, at most `close_timeout_s`; then kill it. An error in the part's own `close` goes to the
+        loop's exception handler: the other parts still have to be closed."""
         if self._closing:
             await self._wait_exit()
             return
@@ -115,7 +116,9 @@ class ProcessProxy:
         finally:
             await self.kill()
         if failure is not None:
-            raise frames.unpack_error(failure)
+            asyncio.get_running_loop().call_exception_handler(
+                {"message": f"closing {self.name} failed", "exception": frames.unpack_error(failure)}
+            )
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         if method.startswith("_"):

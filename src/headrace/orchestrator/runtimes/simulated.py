@@ -52,8 +52,8 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
         self._timer_count = 0
         super().__init__(selector)
         selector.loop = self
-        # Timers within the clock's resolution of now run together; a virtual clock is exact.
-        self._clock_resolution = 0.0
+        # The loop runs timers due before now + resolution, so an exact 0 would never run one due just now.
+        self._clock_resolution = 1e-6
 
     def time(self) -> float:
         return self._now

@@ -1,0 +1,458 @@
+"""A `RunConfig` into a wired `Controller`, and the controller's run into an exit code.
+
+One `match` per axis; heavy imports only inside the arm taken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.config import RunConfig, resolve
+from headrace.configbase import config_to_dict
+from headrace.errors import ConfigError, RunError
+from headrace.exchange.buffer import LeaseBuffer
+from headrace.exchange.config import steps_ahead
+from headrace.exchange.interruption import INTERRUPTIONS
+from headrace.exchange.ledger import Ledger
+from headrace.exchange.staleness import Capacity, VersionLine
+from headrace.exchange.stores import open_store
+from headrace.observability.display import open_display
+from headrace.observability.recorder import RunRecorder
+from headrace.orchestrator.checkpoint import Checkpoints, Restored, restore
+from headrace.orchestrator.controller import Controller, FlowSettings
+from headrace.orchestrator.dispatcher import Dispatcher, EngineSlot
+from headrace.orchestrator.evaluate import Evaluator
+from headrace.orchestrator.learner import GroupKeeper, TokenLearner
+from headrace.orchestrator.narrator import Narrator
+from headrace.orchestrator.weight_sync import WeightSync
+from headrace.protocols import Resources, Runtime, TaskSource
+from headrace.rollout.partial import PARTIAL_POLICIES
+from headrace.rollout.token_rollout import TokenRollout
+from headrace.types import Group, SamplingParams, Task
+
+
+def run(
+    config: RunConfig,
+    run_dir: Path,
+    *,
+    only: str | None = None,
+    resume: bool = False,
+    display: str | None = None,
+    samples: Path | None = None,
+) -> int:
+    """Run to the end, or to a stop; 0, or the exit code of an interrupted run (130). Raises the error of a failed one."""
+    return asyncio.run(
+        Assembly(resolve(config), run_dir, only=only, resume=resume, display=display, samples=samples).run()
+    )
+
+
+class Assembly:
+    """The parts of one run, built in the order in which the data flows and closed in the other."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run_dir: Path,
+        *,
+        only: str | None,
+        resume: bool,
+        display: str | None,
+        samples: Path | None,
+    ) -> None:
+        self.config, self.run_dir, self.only, self.resume, self.samples = config, run_dir, only, resume, samples
+        self.display = open_display(display or config.observability.display, config.training.steps)  # type: ignore[arg-type]
+        self.started = time.monotonic()
+        self.interrupts = 0
+
+    async def run(self) -> int:
+        """Build, run, close; run.json says how it went whatever happens."""
+        state, error = "failed", ""
+        self.controller: Controller | None = None
+        try:
+            async with AsyncExitStack() as stack:
+                stack.callback(self.display.close)
+                self.controller = await self._build(stack)
+                self._write_state("running")
+                self._listen_for_stop(self.controller)
+                watching = asyncio.create_task(self.narrator.watch())
+                stack.callback(watching.cancel)
+                state = await self.controller.run()
+                await self._closing_words(state)
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
+            raise
+        finally:
+            if self.controller is not None:
+                self._write_state(state, error)
+        if self.controller.step == 0 and state == "finished":
+            raise RunError("the run ended after 0 steps: the task source gave nothing to train on")
+        return 130 if state == "stopped" else 0
+
+    # --------------------------------------------------------------------------------------------------- building
+
+    async def _build(self, stack: AsyncExitStack) -> Controller:
+        config = self.config
+        checkpoints = Checkpoints(self.run_dir, config.checkpoint.keep)
+        restored = checkpoints.latest(self.display.message) if self.resume else None
+        source = self._open_source()
+        model = await asyncio.to_thread(self._resolve_model)
+        recorder = RunRecorder(self.run_dir, config.observability, config_to_dict(config))
+        stack.callback(recorder.close)
+        tokenizer, environment = self._environment(model)
+        runtime = self._runtime(recorder.event)
+        stack.push_async_callback(runtime.close)
+        rewarder = await self._rewarder(stack, recorder)
+        buffer, dispatcher = self._buffer(source, restored, checkpoints), self._dispatcher()
+        rollout = self._rollout(dispatcher, environment, rewarder, tokenizer, buffer.incarnation)
+        channel = self._channel()
+        stack.callback(channel.close)
+        learner = await self._learner(runtime, model, channel, restored)
+        spawn_engine = await self._engines(runtime, dispatcher, model, channel)
+        self.narrator = Narrator(
+            self.run_dir,
+            recorder,
+            self.display,
+            checkpoints,
+            total_steps=config.training.steps,
+            decode=environment.decode,
+            describe=partial(describe_group, environment),
+            evaluator=self._evaluator(dispatcher, environment, rewarder),
+            reward_metrics=rewarder.metrics if rewarder is not None else dict,
+        )
+        if restored is not None:
+            self.narrator.tally.restore(restored.flow.get("tally", {}))
+        controller = Controller(
+            self._settings(),
+            buffer,
+            dispatcher,
+            self._weight_sync(dispatcher, rollout),
+            rollout,
+            learner,
+            self.narrator,
+            spawn_engine=spawn_engine,
+            step=restored.step if restored else 0,
+        )
+        self.narrator.attach(controller)
+        return controller
+
+    def _open_source(self) -> TaskSource:
+        if self.only == "train":
+            from headrace.exchange.codec import read_groups
+            from headrace.rollout.sources.replay import ReplaySource
+
+            assert self.samples is not None
+            return ReplaySource(read_groups(self.samples))
+        from headrace.rollout.tasks import open_source
+
+        return open_source(self.config.tasks, seed=self.config.seed, folder=Path.cwd())
+
+    def _resolve_model(self) -> Path:
+        from headrace.models.catalog import resolve_model
+
+        return resolve_model(self.config.model, seed=self.config.seed, progress=self.display.message)
+
+    def _environment(self, model: Path) -> tuple[Any, Any]:
+        from headrace.models.catalog import load_tokenizer
+        from headrace.rollout.environments.single_turn import SingleTurn
+
+        tokenizer = load_tokenizer(model)
+        ends = end_token_ids(model)
+        return tokenizer, SingleTurn(tokenizer, self.config.tasks, end_token_ids=ends)
+
+    def _record(self, sink: Callable[[Any], None]) -> Callable[[Any], None]:
+        def record(event: Any) -> None:
+            narrator = getattr(self, "narrator", None)
+            (narrator.event if narrator is not None else sink)(event)
+
+        return record
+
+    def _runtime(self, sink: Callable[[Any], None]) -> Runtime:
+        match self.config.runtime:
+            case "local":
+                from headrace.orchestrator.runtimes.local import LocalRuntime
+
+                return LocalRuntime(self._record(sink))
+            case "processes":
+                from headrace.orchestrator.runtimes.processes import ProcessRuntime
+
+                return ProcessRuntime(self._record(sink))
+            case other:
+                raise ConfigError("runtime", f'found "{other}", which is not available in this version')
+
+    async def _rewarder(self, stack: AsyncExitStack, recorder: RunRecorder) -> Any:
+        """Reward functions run in processes of their own whatever the runtime: only so can one that hangs be ended."""
+        if self.only == "train" or not self.config.reward.functions:
+            return None
+        from headrace.orchestrator.runtimes.processes import ProcessRuntime
+        from headrace.reward.pool import build_rewarder
+
+        record = self._record(recorder.event)
+        runtime = ProcessRuntime(record)
+        stack.push_async_callback(runtime.close)
+        rewarder = build_rewarder(self.config.reward, runtime, record, Path.cwd())
+        await rewarder.start()
+        stack.push_async_callback(rewarder.close)
+        return rewarder
+
+    def _buffer(self, source: TaskSource, restored: Restored | None, checkpoints: Checkpoints) -> LeaseBuffer:
+        config, versions = self.config, VersionLine()
+        capacity = Capacity(
+            batch=config.training.groups,
+            ahead=steps_ahead(config.buffer, config.staleness),
+            oversample=config.rollout.oversample,
+            max_in_flight=config.rollout.max_in_flight,
+        )
+        buffer = LeaseBuffer(
+            source,
+            open_store(config.buffer.store, config.buffer.max_bytes, str(self.run_dir / "store")),
+            Ledger(),
+            versions,
+            capacity,
+            max_version_lag=config.staleness.max_version_lag,
+            on_stale=config.staleness.on_stale,
+        )
+        if restored is not None:
+            restore(restored, buffer, versions, checkpoints.highest_version(int(restored.flow["version"])))
+        return buffer
+
+    def _dispatcher(self) -> Dispatcher:
+        return Dispatcher(
+            generate_timeout_s=self.config.rollout.generate_timeout_s,
+            rejoin_timeout_s=self.config.weights.rejoin_timeout_s,
+        )
+
+    def _rollout(
+        self, dispatcher: Dispatcher, environment: Any, rewarder: Any, tokenizer: Any, incarnation: int
+    ) -> Any:
+        if self.only == "train":
+            from headrace.rollout.sources.replay import replay
+
+            return replay
+        config = self.config
+        function = None
+        if config.rollout.function:
+            from headrace.reward.functions import import_function
+
+            function = import_function(config.rollout.function, Path.cwd(), "rollout.function")
+        return TokenRollout(
+            dispatcher,
+            lambda: environment,
+            rewarder,
+            sampling=sampling_params(config),
+            group=config.group,
+            partial=PARTIAL_POLICIES[config.weights.partial],
+            open_time=dispatcher.open_time,
+            seed=config.seed,
+            incarnation=incarnation,
+            function=function,
+            tokenizer=tokenizer,
+        )
+
+    def _channel(self) -> Any:
+        from headrace.exchange.channels import open_channel
+
+        return open_channel(self.config.weights.channel)
+
+    async def _learner(self, runtime: Runtime, model: Path, channel: Any, restored: Restored | None) -> Any:
+        from headrace.training.backends.single_device import build_single_device
+
+        config = self.config
+        max_length = config.rollout.sampling.max_tokens
+        backend = await runtime.spawn(
+            "trainer",
+            build_single_device,
+            config.training,
+            str(model),
+            config.model.dtype,
+            channel,
+            max_length,
+            resources=Resources(threads=config.training.threads),
+        )
+        self.backend = backend
+        if restored is not None:
+            await backend.load(str(restored.model_folder))
+        if self.only == "rollout":
+            return GroupKeeper(backend, self.run_dir / "groups" / "groups.groups")
+        return TokenLearner(backend, config.training, max_length=max_length)
+
+    async def _engines(self, runtime: Runtime, dispatcher: Dispatcher, model: Path, channel: Any) -> Any:
+        """Spawn the engines; returns how to spawn a replacement."""
+        config = self.config
+        local = config.runtime == "local"
+        match "scripted" if self.only == "train" else config.rollout.engine.kind:
+            case "native":
+                from headrace.rollout.engines.native.engine import build_native as build
+            case "hf":
+                from headrace.rollout.engines.hf import build_hf as build
+            case _:
+                from headrace.rollout.engines.scripted import build_scripted
+
+                build = None
+        if build is None:
+            factory, arguments = build_scripted, ()
+        else:
+            factory = partial(build, inline=local)
+            arguments = (config.rollout.engine, str(model), config.model.dtype, channel, config.weights.kv_on_swap)
+
+        async def spawn(name: str) -> EngineSlot:
+            resources = Resources(threads=config.rollout.engine.threads)
+            return EngineSlot(name, await runtime.spawn(name, factory, *arguments, resources=resources))
+
+        slots = await asyncio.gather(*(spawn(f"engine-{n}") for n in range(config.rollout.engine.count)))
+        for slot in slots:
+            dispatcher.join(slot)
+        return spawn
+
+    def _weight_sync(self, dispatcher: Dispatcher, rollout: Any) -> WeightSync:
+        weights = self.config.weights
+
+        async def scored() -> None:
+            while getattr(rollout, "scoring", 0):
+                await asyncio.sleep(0.005)
+
+        return WeightSync(
+            dispatcher,
+            INTERRUPTIONS[weights.interruption],
+            prepare_timeout_s=weights.prepare_timeout_s,
+            commit_timeout_s=weights.commit_timeout_s,
+            drain_timeout_s=weights.drain_timeout_s,
+            scoring=scored,
+        )
+
+    def _evaluator(self, dispatcher: Dispatcher, environment: Any, rewarder: Any) -> Evaluator | None:
+        config = self.config
+        if not config.evaluation.source or self.only or not config.evaluation.count or rewarder is None:
+            return None
+        return Evaluator(
+            self._evaluation_tasks(),
+            dispatcher,
+            environment,
+            rewarder,
+            sampling_params(config),
+            sampled=config.evaluation.sampled,
+            seed=config.seed,
+        )
+
+    def _evaluation_tasks(self) -> list[Task]:
+        from headrace.rollout.tasks import heldout_source, open_source
+
+        config = self.config
+        if config.evaluation.source == "heldout":
+            source: TaskSource = heldout_source(config.tasks, folder=Path.cwd(), limit=config.evaluation.count)
+        else:
+            tables = msgspec.structs.replace(
+                config.tasks, source=config.evaluation.source, shuffle=False, epochs=1, limit=config.evaluation.count
+            )
+            source = open_source(tables, seed=0, folder=Path.cwd())
+        tasks = []
+        while len(tasks) < config.evaluation.count and (task := source.next()) is not None:
+            tasks.append(task)
+        return tasks
+
+    def _settings(self) -> FlowSettings:
+        config = self.config
+        return FlowSettings(
+            batch=config.training.groups,
+            steps=config.training.steps,
+            every_steps=config.weights.every_steps,
+            refill_limit=config.training.advantage.refill_limit,
+            checkpoint_every=config.checkpoint.every_steps,
+            evaluate_every=config.evaluation.every_steps,
+            stall_warning_s=config.limits.stall_warning_s,
+            stall_stop_s=config.limits.stall_stop_s,
+            max_dropped=config.limits.max_dropped or 16 * config.training.groups,
+            restarts=config.limits.restarts,
+        )
+
+    # ----------------------------------------------------------------------------------------------- around the run
+
+    def _listen_for_stop(self, controller: Controller) -> None:
+        """The first Ctrl-C finishes the step and writes a checkpoint; the second ends at once."""
+        loop = asyncio.get_running_loop()
+        main = asyncio.current_task()
+        assert main is not None
+
+        def stop() -> None:
+            self.interrupts += 1
+            if self.interrupts == 1:
+                self.display.message("stopping after this step, with a checkpoint; again to stop at once")
+                controller.request_stop()
+            else:
+                main.cancel()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop)
+
+    def _write_state(self, state: str, error: str = "") -> None:
+        controller = self.controller
+        assert controller is not None
+        ledger = controller.ledger
+        content = {
+            "state": state,
+            "steps": controller.step,
+            "total_steps": self.config.training.steps,
+            "elapsed_s": round(self.narrator.elapsed_s, 3),
+            "version": controller.versions.version,
+            "counts": {
+                "submitted": ledger.submitted,
+                "trained": ledger.trained,
+                "dropped": dict(ledger.dropped),
+                "in_flight": len(ledger.in_flight),
+            },
+            "error": error,
+        }
+        new = self.run_dir / ".run.json.new"
+        new.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        new.replace(self.run_dir / "run.json")
+
+    async def _closing_words(self, state: str) -> None:
+        for problem in self.narrator.recorder.problems:
+            self.display.message(problem)
+        if self.only == "rollout":
+            rates = self.narrator._rates()
+            self.display.message(
+                f"rollout alone: {self.narrator.samples} samples, {rates[0]:.1f} samples/s, {rates[1]:.0f} tokens/s; "
+                f"train on them with --only train --samples {self.run_dir / 'groups'}"
+            )
+        elif state == "finished":
+            fingerprint = await self.backend.fingerprint()
+            self.display.message(f"weights {fingerprint[:16]} after {self.controller.step} steps")
+
+
+def sampling_params(config: RunConfig) -> SamplingParams:
+    """[rollout.sampling] as engines read it."""
+    sampling = config.rollout.sampling
+    return SamplingParams(**{name: getattr(sampling, name) for name in sampling.__struct_fields__})
+
+
+def end_token_ids(model: Path) -> tuple[int, ...]:
+    """All end tokens that the model's own files name."""
+    ends: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        path = model / name
+        if path.is_file():
+            found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+            ends.extend(found if isinstance(found, list) else [found] if found is not None else [])
+    return tuple(dict.fromkeys(ends))
+
+
+def describe_group(environment: Any, group: Group) -> str:
+    """One completion of a group in a line: prompt, answer, score."""
+    if not group.episodes:
+        return ""
+    sample = group.episodes[0].samples[-1]
+    ids = sample.token_ids[sample.loss_mask.astype(bool)]
+    prompt = environment.prompt_text(group.task) if "prompt" in group.task.payload else ""
+    reward = group.scores[0].reward
+    score = "no score" if reward is None else f"{reward:g}"
+    return f"{prompt[-80:]} → {environment.decode(ids)} [{score}]".replace("\n", "⏎")

@@ -1,0 +1,239 @@
+"""What happens in the flow into what people read: metrics, samples, timeline, live display, checkpoints, evaluations."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import PartFailed
+from headrace.observability.display import Display
+from headrace.observability.metrics import DropTally, lag_metrics, unit_lengths
+from headrace.observability.recorder import RunRecorder
+from headrace.orchestrator.checkpoint import Checkpoints, capture
+from headrace.orchestrator.controller import Controller, StepReport
+from headrace.protocols import Lease
+from headrace.types import EngineStats, Event, FlowStatus, Group, Stat, Unit
+
+STATUS_S = 0.25
+STATS_S = 1.0
+SAMPLE_LETTERS = 160
+
+
+class Narrator:
+    """The `FlowObserver` of real runs. `describe(group) -> str` shows one of a group's completions in a line."""
+
+    def __init__(
+        self,
+        run_folder: Path,
+        recorder: RunRecorder,
+        display: Display,
+        checkpoints: Checkpoints,
+        *,
+        total_steps: int,
+        decode: Callable[[Any], str],
+        describe: Callable[[Group], str],
+        evaluator: Callable[[], Awaitable[dict[str, float]]] | None = None,
+        reward_metrics: Callable[[], dict[str, Stat]] = dict,
+    ) -> None:
+        self.run_folder, self.recorder, self.display, self.checkpoints = run_folder, recorder, display, checkpoints
+        self.total_steps, self.decode, self.describe = total_steps, decode, describe
+        self.evaluator, self.reward_metrics = evaluator, reward_metrics
+        self.tally = DropTally()
+        self.started = time.monotonic()
+        self.evaluation_s = 0.0
+        self.samples = 0
+        self.tokens = 0
+        self.sample = ""
+        self.last: StepReport | None = None
+        self._recent: list[tuple[float, int, int]] = []
+        self._engine_before: dict[str, EngineStats] = {}
+        self._update_ended_ns = 0
+        self._awaited_version: int | None = None
+        self._to_first_token_s: float | None = None
+
+    # ----------------------------------------------------------------------------------------------- FlowObserver
+
+    def event(self, event: Event) -> None:
+        self.recorder.event(event)
+        # From the end of an optimiser step to the first forward pass with what it made.
+        if event.kind == "publish" and event.source.startswith("trainer"):
+            self._update_ended_ns, self._awaited_version = event.time_ns, event.version
+        elif event.kind == "generate" and self._awaited_version is not None and event.version >= self._awaited_version:
+            self._to_first_token_s = max(0.0, (event.time_ns - self._update_ended_ns) / 1e9)
+            self._awaited_version = None
+
+    def message(self, text: str) -> None:
+        self.display.message(text)
+        with (self.run_folder / "messages.txt").open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+
+    def dropped(self, lease: Lease, reason: str, unit: Unit | None) -> None:
+        self.tally.dropped(reason, unit_lengths(unit) if isinstance(unit, Group) else ())
+
+    def version_written(self, version: int) -> None:
+        self.checkpoints.write_version(version)
+
+    def step(self, report: StepReport) -> None:
+        for unit in report.units:
+            self.tally.trained(unit_lengths(unit))
+        self.samples += sum(len(unit.episodes) for unit in report.units)
+        self.tokens += sum(sum(unit_lengths(unit)) for unit in report.units)
+        self._recent = [*self._recent[-20:], (time.monotonic(), self.samples, self.tokens)]
+        self.last = report
+        self.sample = self.describe(report.units[0]) if report.units else ""
+        self.recorder.step(report.step, self._row(report))
+        self.recorder.samples(report.step, report.units, self.decode)
+
+    async def checkpoint(self, controller: Controller) -> None:
+        flow, units = capture(controller.buffer, controller.step)
+        flow["tally"] = self.tally.state()
+        try:
+            folder = await self.checkpoints.save(controller.step, flow, units, controller.learner.save)
+        except OSError as error:
+            self.message(f"the checkpoint of step {controller.step} could not be written ({error}); earlier ones stay")
+            return
+        except PartFailed as error:
+            self.message(f"the checkpoint of step {controller.step} could not be written ({error}); earlier ones stay")
+            return
+        self.message(f"checkpoint {folder.relative_to(self.run_folder)}")
+
+    async def evaluate(self, step: int) -> None:
+        if self.evaluator is None:
+            return
+        started = time.monotonic()
+        result = await self.evaluator()
+        self.evaluation_s += time.monotonic() - started
+        row = {"step": step, **result}
+        with (self.run_folder / "evaluation.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        figures = ", ".join(f"{name} {value:.1%}" for name, value in result.items() if name != "count")
+        self.message(f"held-out after {step} steps, {result.get('count', 0):.0f} tasks: {figures}")
+
+    # ---------------------------------------------------------------------------------------------------- metrics
+
+    def _row(self, report: StepReport) -> dict[str, Any]:
+        controller = self.controller
+        ledger, sync = controller.ledger, report.sync
+        rates = self._rates()
+        row: dict[str, Any] = {
+            **report.metrics,
+            **lag_metrics(report.lags),
+            **self.tally.row(),
+            **self.reward_metrics(),
+            **self._engine_metrics(),
+            "queue/ready": float(len(controller.buffer.ready)),
+            "queue/held": float(len(ledger.in_flight)),
+            "queue/running": float(ledger.count("admitted")),
+            "queue/bytes": float(controller.buffer.store.bytes()),
+            "rate/samples_per_s": rates[0],
+            "rate/tokens_per_s": rates[1],
+            "time/step_s": report.step_s,
+            "time/wait_batch_s": report.wait_batch_s,
+            "time/wait_sync_s": report.wait_sync_s,
+            "time/train_s": report.train_s,
+            "time/publish_s": report.publish_s,
+            "time/elapsed_s": self.elapsed_s,
+            "flow/version": float(report.version),
+            "flow/ignored_replies": float(controller.dispatcher.ignored_replies),
+            "flow/engines": float(len(controller.dispatcher.live())),
+        }
+        if sync is not None:
+            row |= {"sync/seconds": sync.total_s, "sync/prepare_s": sync.prepare_s, "sync/drain_s": sync.drain_s}
+            ticket = controller.weight_sync.ticket
+            if ticket is not None and ticket.bytes and sync.prepare_s > 0:
+                row["sync/transfer_gb_per_s"] = ticket.bytes / (sync.prepare_s + report.publish_s) / 1e9
+        if self._to_first_token_s is not None:
+            row["sync/to_first_token_s"] = self._to_first_token_s
+        return row
+
+    def _engine_metrics(self) -> dict[str, float]:
+        """Occupancy and rates of all engines together, since the step before."""
+        slots = self.controller.dispatcher.live()
+        if not slots:
+            return {}
+        total = sum(slot.stats.kv_tokens_total for slot in slots)
+        used = sum(slot.stats.kv_tokens_used for slot in slots)
+        prompt = sum(slot.stats.prompt_tokens for slot in slots)
+        cached = sum(slot.stats.cached_prompt_tokens for slot in slots)
+        return {
+            "engine/kv_occupancy": used / total if total else 0.0,
+            "engine/prefix_hit_rate": cached / prompt if prompt else 0.0,
+            "engine/preemptions": float(sum(slot.stats.preemptions for slot in slots)),
+            "engine/prefill_s": sum(slot.stats.prefill_s for slot in slots),
+            "engine/decode_s": sum(slot.stats.decode_s for slot in slots),
+            "sync/standstill_s": max(slot.stats.standstill_s for slot in slots),
+        }
+
+    def _rates(self) -> tuple[float, float]:
+        """(samples, tokens) trained a second over the last steps."""
+        if not self._recent:
+            return 0.0, 0.0
+        start = self._recent[0] if len(self._recent) > 1 else (self.started, 0, 0)
+        end = self._recent[-1]
+        seconds = max(end[0] - start[0], 1e-9)
+        return (end[1] - start[1]) / seconds, (end[2] - start[2]) / seconds
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the run began, evaluations left out."""
+        return time.monotonic() - self.started - self.evaluation_s
+
+    # ---------------------------------------------------------------------------------------------------- watching
+
+    def attach(self, controller: Controller) -> None:
+        self.controller = controller
+
+    async def watch(self) -> None:
+        """Keep the display and the engines' figures fresh."""
+        asked = 0.0
+        while True:
+            now = time.monotonic()
+            if now - asked >= STATS_S:
+                asked = now
+                await self._ask_engines()
+            self.display.update(self.status())
+            await asyncio.sleep(STATUS_S)
+
+    async def _ask_engines(self) -> None:
+        for slot in self.controller.dispatcher.live():
+            try:
+                async with asyncio.timeout(STATS_S):
+                    slot.stats = await slot.proxy.stats()
+            except (PartFailed, TimeoutError):
+                continue  # the dispatcher's own watch decides what to make of it
+
+    def status(self) -> FlowStatus:
+        controller, report = self.controller, self.last
+        rates, sync = self._rates(), controller.weight_sync
+        reward = report.metrics.get("reward/mean") if report else None
+        running = {
+            slot.name: f"generates {len(slot.calls)} requests" if slot.calls else "idle, no request"
+            for slot in controller.dispatcher.live()
+        }
+        return FlowStatus(
+            elapsed_s=self.elapsed_s,
+            step=controller.step,
+            total_steps=self.total_steps,
+            version=controller.versions.version,
+            live_version=sync.live_version,
+            reward=reward.mean if reward is not None else None,
+            samples_per_s=rates[0],
+            tokens_per_s=rates[1],
+            running=controller.ledger.count("admitted"),
+            ready=len(controller.buffer.ready),
+            held=len(controller.ledger.in_flight),
+            room=controller.buffer.room(),
+            lag_mean=sum(report.lags) / len(report.lags) if report and report.lags else 0.0,
+            lag_max=max(report.lags, default=0) if report else 0,
+            syncs=sync.syncs,
+            sync_s=sync.last.total_s if sync.last else 0.0,
+            standstill_s=max((slot.stats.standstill_s for slot in controller.dispatcher.live()), default=0.0),
+            trained_units=controller.ledger.trained,
+            dropped=dict(controller.ledger.dropped),
+            waits={**running, **controller.waits},
+            sample=self.sample,
+        )
