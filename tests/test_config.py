@@ -406,3 +406,16 @@ def test_half_a_run_needs_half_the_inputs():
     assert validate(config, only="train") == []
     greedy = config_from_dict(tomllib.loads(BASE), ["rollout.sampling.temperature=0"])
     assert validate(greedy, only="rollout") == []
+
+
+def test_what_is_called_available_is_there():
+    import headrace
+
+    folders = {
+        "runtime": "orchestrator/runtimes",
+        "buffer.store": "exchange/stores",
+        "weights.channel": "exchange/channels",
+    }
+    for path, folder in folders.items():
+        for choice in AVAILABLE[path]:
+            assert (Path(headrace.__file__).parent / folder / f"{choice}.py").is_file(), (path, choice)

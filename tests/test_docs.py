@@ -55,3 +55,7 @@ def test_the_readme_names_every_preset_and_only_files_that_exist():
             assert (ROOT / target).exists(), target
     for target in re.findall(r"`(src/headrace/[\w/.]+)`", text):
         assert (ROOT / target).exists(), target
+
+
+def test_every_key_says_what_it_is(config_docs):
+    assert not [line for line in config_docs.render().splitlines() if line.endswith("|  |")]

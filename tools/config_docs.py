@@ -55,7 +55,8 @@ def default_of(field: Any) -> str:
         value = list(value)
     if value == {}:
         return "`{}`"
-    return f"`{tomli_w.dumps({'v': value}, multiline_strings=False).removeprefix('v = ').strip()}`".replace("\n", "")
+    text = tomli_w.dumps({"v": value}).removeprefix("v = ")
+    return f"`{' '.join(text.split()).replace('[ ', '[').replace(',]', ']').replace(', ]', ']')}`"
 
 
 def table(struct: type[Config], path: str) -> list[str]:

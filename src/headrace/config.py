@@ -28,13 +28,16 @@ class ModelConfig(Config):
     path: str = ""
     """A local Hugging Face folder of a causal LM, or `smollm2` or `tiny` (built in, cached)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights, in trainer and engine."""
 
 
 class RunConfig(Config):
     """One run. Every table and key may be left out."""
 
     name: str = "run"
+    """Of the folder under runs/."""
     seed: Annotated[int, Meta(ge=0)] = 0
+    """Decides the order of tasks, sampling and the built-in `tiny` model."""
     placement: Literal["sync", "colocated", "separate"] = "separate"
     """sync: generation and training alternate; separate: both run all the time."""
     runtime: Literal["auto", "local", "processes", "simulated", "ray"] = "auto"

@@ -21,6 +21,7 @@ class BufferConfig(Config):
     steps: Annotated[int, Meta(ge=1)] = 2
     """Batches ahead, for depth = queue."""
     store: Literal["memory", "shared_memory", "redis", "files"] = "memory"
+    """Where units wait between rollout and training."""
     max_bytes: NonNegative = 0
     """Bound of the store; 0: none."""
 
@@ -33,6 +34,7 @@ class StalenessConfig(Config):
     max_steps_ahead: NonNegative | None = None
     """Bound on admission, in batches; the tightest of this and the buffer's depth holds."""
     on_stale: Literal["drop", "recycle"] = "drop"
+    """drop: counted and gone; recycle: the task goes back to the front of the pool."""
     cancel_group: bool = False
     """Cancel running groups that are too stale already to be trained."""
 
@@ -43,12 +45,21 @@ class WeightsConfig(Config):
     channel: Literal["auto", "in_process", "shared_memory", "collective", "ipc", "filesystem", "http", "mesh"] = "auto"
     """auto: in_process with the local runtime, shared_memory with processes."""
     every_steps: Annotated[int, Meta(ge=1)] = 1
+    """Publish after so many trained batches."""
     interruption: Literal["never", "hold", "abort", "drain", "barrier"] = "never"
+    """What happens to running generations: never: swap between two forward passes; hold: frozen, swapped, thawed; abort: cut off;
+    drain: finish, start no new ones; barrier: the same, scoring included."""
     partial: Literal["continue", "resume_prefix", "restore", "recycle", "restart", "none"] = "continue"
+    """What becomes of one that was interrupted: continue (never, hold); resume_prefix, restore (with its keys and values),
+    recycle (back to the pool with its prefix), restart, none (abort); none (drain, barrier)."""
     kv_on_swap: Literal["keep", "recompute"] = "keep"
+    """Whether a generation that runs on keeps the keys and values that older weights made."""
     prepare_timeout_s: Seconds = 60.0
+    """An engine that has not staged new weights by then is fenced."""
     commit_timeout_s: Seconds = 30.0
+    """An engine that has not swapped by then is fenced."""
     drain_timeout_s: Seconds = 120.0
+    """What is still running by then is aborted."""
     rejoin_timeout_s: Seconds = 60.0
     """With no engine left, wait so long for a replacement."""
 

@@ -13,6 +13,7 @@ class ObservabilityConfig(Config):
     """[observability]: metrics, samples, timeline and the live display."""
 
     sinks: tuple[Literal["jsonl", "tensorboard", "wandb", "trackio"], ...] = ("jsonl", "tensorboard")
+    """Where metrics go."""
     samples_every: Annotated[int, Meta(ge=0)] = 5
     """Write the samples of every n-th step in readable form; 0: never."""
     display: Literal["auto", "live", "lines", "none"] = "auto"

@@ -19,9 +19,11 @@ class RewardFunctionConfig(Config):
     name: str = ""
     """Name in metrics; the function's own when empty."""
     weight: float = 1.0
+    """Factor of this component in the score."""
     shape: Literal["auto", "trl", "verl"] = "auto"
     """Calling convention of a user's function; auto: verl when its parameters are named so."""
     unit: Literal["sample", "group"] = "sample"
+    """What one call needs: sample, as soon as an answer has ended; group, when all siblings have."""
     options: dict[str, JsonScalar] = {}
     """Keyword arguments of the rule or function."""
 

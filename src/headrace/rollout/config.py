@@ -27,6 +27,7 @@ class TasksConfig(Config):
     prefill: str = ""
     """Text put after the prompt as the start of the answer; not trained on."""
     shuffle: bool = True
+    """A new order in each pass, decided by the seed."""
     epochs: NonNegative = 0
     """Passes over a finite source; 0 repeats for ever."""
     limit: NonNegative = 0
@@ -39,28 +40,38 @@ class SamplingConfig(Config):
     """[rollout.sampling]: how tokens are drawn."""
 
     max_tokens: Positive = 64
+    """Most tokens of one answer, over all its interruptions."""
     temperature: Annotated[float, Meta(ge=0)] = 1.0
+    """0 is greedy; a run that trains needs more."""
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Keep the likeliest tokens that together have this probability."""
     top_k: NonNegative = 0
+    """Keep so many of the likeliest tokens; 0 keeps all."""
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """Keep tokens at least so likely as this share of the likeliest."""
     stop_token_ids: tuple[int, ...] = ()
     """Added to the model's own end tokens."""
     stop: tuple[str, ...] = ()
+    """Texts that end an answer wherever they appear in it."""
     min_tokens: NonNegative = 0
+    """No end token before so many tokens."""
 
 
 class EngineConfig(Config):
     """[rollout.engine]: who samples."""
 
     kind: Literal["native", "hf", "scripted"] = "native"
+    """native: the embedded engine; hf: a plain reference; scripted: no model, for tests."""
     count: Positive = 1
     """Engine processes; requests go to the one with the fewest outstanding, siblings together."""
     threads: Positive = 1
+    """Of each engine process."""
     max_running: Positive = 64
     """Sequences decoded side by side."""
     kv_tokens: NonNegative = 0
     """Bound of the key-value cache in tokens; 0: max_running full-length sequences, at most 32,768 tokens."""
     block_size: Positive = 16
+    """Tokens in one block of the cache."""
     context_length: NonNegative = 0
     """Longest prompt plus completion; 0: the model's own limit."""
     deterministic: bool = False
@@ -71,6 +82,7 @@ class GroupConfig(Config):
     """[group]: siblings of one task."""
 
     size: Positive = 8
+    """Answers to one task, compared with each other."""
     min_complete: NonNegative = 0
     """A group below it is dropped whole; 0 means all."""
     timeout_s: Seconds = 600.0

@@ -21,6 +21,7 @@ class AdvantageConfig(Config):
     function: str = ""
     """`package.module:function` to use in place of `kind`: a group's rewards [E] and this table -> advantages [E]."""
     eps: Annotated[float, Meta(gt=0)] = 1e-6
+    """Added to the standard deviation."""
     drop_zero_variance: bool = False
     """Drop groups whose scores are all equal and take others in their place."""
     refill_limit: NonNegative = 4
@@ -31,15 +32,19 @@ class LossConfig(Config):
     """[training.loss]: the clipped surrogate and what is added to it."""
 
     kind: Literal["clipped", "reinforce"] = "clipped"
+    """clipped: the surrogate of PPO and GRPO; reinforce: -advantage * log-probability."""
     function: str = ""
     """`package.module:function` to use in place of `kind`: LossInputs -> LossOutputs (see training/losses.py)."""
     clip_low: Ratio = 0.2
+    """The ratio is clipped at 1 - clip_low."""
     clip_high: Ratio = 0.28
+    """The ratio is clipped at 1 + clip_high."""
     normalise: Literal["token", "sequence", "constant"] = "token"
     """token: mean over all tokens of the step; sequence: mean over samples of token means; constant: sum / (samples * max_tokens)."""
     kl_coef: Ratio = 0.0
     """Weight of the KL term to the reference (the model at the start); 0 keeps no reference."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Of KL(current || reference): k1, k2 and k3 after Schulman."""
     old_logprobs: Literal["engine", "trainer"] = "engine"
     """Denominator of the ratio: the engine's log-probabilities, or the trainer's own recomputed before the update."""
     mask_truncated: bool = False
@@ -50,9 +55,11 @@ class CorrectionConfig(Config):
     """[training.correction]: importance weights between the behaviour and the proximal policy."""
 
     kind: Literal["none", "truncate", "mask"] = "none"
+    """See `high`."""
     level: Literal["token", "sequence"] = "token"
     """sequence: geometric mean of a sample's ratios."""
     low: Ratio = 0.0
+    """For mask."""
     high: Annotated[float, Meta(gt=0)] = 2.0
     """truncate: weights above it become it; mask: ratios outside [low, high] are left out."""
 
@@ -61,13 +68,19 @@ class OptimizerConfig(Config):
     """[training.optimizer]: AdamW."""
 
     lr: Annotated[float, Meta(ge=0)] = 1e-5
+    """Learning rate, at its highest."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """How slowly the two moments forget, each below 1."""
     eps: Annotated[float, Meta(gt=0)] = 1e-8
+    """Added to the root of the second moment."""
     weight_decay: Ratio = 0.0
+    """Decoupled: each step takes away lr * weight_decay of every weight."""
     clip_norm: Ratio = 1.0
     """Largest gradient norm; 0 does not clip."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Of the learning rate, after the warm-up."""
     warmup_steps: NonNegative = 0
+    """Steps over which the learning rate rises from 0."""
 
 
 class TrainingConfig(Config):
@@ -84,8 +97,11 @@ class TrainingConfig(Config):
     micro_tokens: Positive = 4096
     """Most input tokens in one forward pass."""
     backend: Literal["single_device", "scripted"] = "single_device"
+    """scripted: no model, for tests."""
     threads: Positive = 1
+    """Of the trainer's process."""
     gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass in place of keeping them."""
     logits_chunk: Positive = 512
     """Targets whose logits exist at one time."""
     advantage: AdvantageConfig = AdvantageConfig()
