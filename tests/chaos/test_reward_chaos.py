@@ -155,7 +155,7 @@ async def test_every_kind_of_failure_at_once_over_two_workers_with_kills():
     ]
     completions[20] = completions[90] = "hang"
     completions[50] = "die"
-    async with pool(workers=2) as rewarder:
+    async with pool(workers=2, timeout_s=2.0) as rewarder:
         groups = [asyncio.create_task(score(rewarder, *completions[i : i + 5])) for i in range(0, 150, 5)]
         for _ in range(2):
             await asyncio.sleep(random_.uniform(0.1, 0.4))
@@ -164,9 +164,8 @@ async def test_every_kind_of_failure_at_once_over_two_workers_with_kills():
         scores = [s for group in await asyncio.gather(*groups) for s in group]
         assert len(scores) == 150
         for completion, s in zip(completions, scores, strict=True):
-            if completion == "good" and s.error is not None:
-                assert "died twice" in s.error  # both random kills may hit one sample
-                continue
+            if completion != "die" and s.error is not None and "died twice" in s.error:
+                continue  # both random kills may hit one sample
             assert s.reward == kinds[completion]
             assert (s.error is not None) == (completion not in ("good", "none"))
         assert rewarder.meter.totals["scores"] == 150
