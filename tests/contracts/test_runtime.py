@@ -13,6 +13,7 @@ import pytest
 from headrace.errors import ConfigError, ConservationError, HeadraceError, PartFailed, RolloutDropped, WorkerDied
 from headrace.orchestrator.runtimes.local import LocalRuntime
 from headrace.orchestrator.runtimes.processes import ProcessRuntime
+from headrace.orchestrator.runtimes.simulated import run_simulated
 from headrace.protocols import Resources, WorkerContext
 from headrace.types import Event
 
@@ -75,6 +76,13 @@ class Part:
 
     async def close(self) -> None:
         self.context.record(Event(time.monotonic_ns(), self.context.name, "closed"))
+
+
+class BadAtClosing:
+    def __init__(self, context: WorkerContext) -> None: ...
+
+    def close(self) -> None:
+        raise ValueError("cannot close")
 
 
 def build(context: WorkerContext, offset: int = 0) -> Part:
@@ -209,9 +217,65 @@ async def test_close_is_idempotent_and_goes_from_the_last_to_the_first(runtime):
     assert [event.source for event in runtime.events] == ["third", "second", "first"]
 
 
+async def test_a_part_that_fails_to_close_does_not_keep_others_from_closing(runtime):
+    told = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
+    await runtime.spawn("first", build)
+    await runtime.spawn("bad", BadAtClosing)
+    await runtime.close()
+    assert [event.source for event in runtime.events] == ["first"]
+    assert [context["message"] for context in told] == ["closing bad failed"]
+    assert "cannot close" in str(told[0]["exception"])
+
+
 async def test_names_with_an_underscore_are_not_methods(runtime):
     part = await runtime.spawn("part", build)
     assert not hasattr(part, "_private") and not hasattr(part, "__deepcopy__")
+
+
+# ---------------------------------------------------------------------------------------------------- local alone
+
+
+class Sleeper:
+    def __init__(self, context: WorkerContext, late: float) -> None:
+        self.context, self.late = context, late
+        self.background = asyncio.get_running_loop().create_task(self.tick())
+
+    async def tick(self) -> None:
+        while True:
+            await asyncio.sleep(10)
+            self.context.record(Event(int(asyncio.get_running_loop().time()), self.context.name, "tick"))
+
+    async def sleep(self, seconds: float) -> float:
+        await asyncio.sleep(seconds)
+        return asyncio.get_running_loop().time()
+
+    async def close(self) -> None:
+        self.background.cancel()
+        await asyncio.sleep(self.late)
+
+
+def test_the_local_runtime_lives_on_a_virtual_clock_and_repeats():
+    async def scene() -> tuple[list, list[Event]]:
+        events: list[Event] = []
+        runtime = LocalRuntime(events.append)
+        part, doomed = await runtime.spawn("a-0", Sleeper, 5.0), await runtime.spawn("b-0", Sleeper, 5.0)
+        calls = [asyncio.create_task(target.sleep(100 * i)) for i in range(1, 5) for target in (part, doomed)]
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(part.sleep(10_000), 50)
+        await asyncio.sleep(165)
+        await doomed.kill()
+        ends = await asyncio.gather(*calls, return_exceptions=True)
+        await runtime.close()
+        return [type(end) if isinstance(end, Exception) else end for end in ends], events
+
+    started = time.monotonic()
+    ends, events = run_simulated(scene())
+    assert time.monotonic() - started < 5
+    assert ends == [100, 100, 200, 200, 300, WorkerDied, 400, WorkerDied]
+    last = {source: max(event.time_ns for event in events if event.source == source) for source in ("a-0", "b-0")}
+    assert last == {"a-0": 400, "b-0": 210}, "a killed part's own tasks end too, and it is not heard any more"
+    assert run_simulated(scene()) == (ends, events)
 
 
 # ------------------------------------------------------------------------------------------------ processes alone
