@@ -95,6 +95,12 @@ class Core(ABC):
                 return sequence.generation()
         return None
 
+    def cancel(self, request: GenerateRequest) -> None:
+        """Abort this very request, if it is still here; another one that has taken its id is left alone."""
+        for sequence in (*self.running, *self.waiting):
+            if sequence.request is request:
+                self.finish(sequence, "abort")
+
     def finish(self, sequence: Sequence, reason: Any = None, error: Exception | None = None) -> None:
         """Take the sequence off the engine and tell whoever waits for it."""
         if reason is not None:
@@ -210,13 +216,12 @@ class Core(ABC):
             raise PartFailed("this engine was built without a weight channel, so it cannot prepare a ticket")
         start = time.monotonic_ns()
         spare, self.spare = self.spare, None
+        tensors = self.channel.read(ticket)
         try:
-            tensors = self.channel.read(ticket)
-            try:
-                weights = self.build(tensors, spare)
-            finally:
-                del tensors
+            weights = self.build(tensors, spare)
         finally:
+            # No view may be left when the publisher is told that it may overwrite the bytes.
+            del tensors
             self.channel.release(ticket)
         self.record("prepare", start, time.monotonic_ns(), ticket.version)
         return weights

@@ -41,26 +41,25 @@ class EngineDriver:
     # -------------------------------------------------------------------------------------------------- requests
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        done, _ = await self._submit(request, streamed=False)
         try:
+            done, _ = await self._submit(request, streamed=False)
             return await asyncio.shield(done)
         except asyncio.CancelledError:
             # Nobody waits any more: a request that ran on would hold keys and values for no lease.
-            self._post(lambda: self.core.abort(request.request_id))
+            self._post(lambda: self.core.cancel(request))
             raise
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Generation]:
         """Pieces of new tokens; a piece that is not the last one carries finish_reason "abort", as if it was cut there."""
-        done, pieces = await self._submit(request, streamed=True)
         seen = request.prefix.token_ids.size if request.prefix is not None else 0
         try:
+            done, pieces = await self._submit(request, streamed=True)
             while (piece := await pieces.get()) is not None:
                 seen += piece.token_ids.size
                 yield piece
             yield _tail(await asyncio.shield(done), seen)
         finally:
-            if not done.done():
-                self._post(lambda: self.core.abort(request.request_id))
+            self._post(lambda: self.core.cancel(request))
 
     async def _submit(
         self, request: GenerateRequest, streamed: bool

@@ -6,7 +6,6 @@ native engine is compared with.
 
 from __future__ import annotations
 
-import copy
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from headrace.protocols import WorkerContext
 from headrace.rollout.config import EngineConfig
 from headrace.rollout.engines.core import Core
 from headrace.rollout.engines.driver import EngineDriver
-from headrace.rollout.engines.models import copy_into, load_model, read_facts
+from headrace.rollout.engines.models import ModelPlan, copy_into, load_model, read_facts
 
 if TYPE_CHECKING:
     from headrace.protocols import WeightChannel
@@ -27,7 +26,7 @@ class HfCore(Core):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._template = self.weights
+        self._plan = ModelPlan(self.weights)
 
     @torch.inference_mode()
     def advance(self) -> None:
@@ -45,7 +44,7 @@ class HfCore(Core):
 
     @torch.inference_mode()
     def build(self, tensors: Any, spare: Any) -> Any:
-        model = spare if spare is not None else copy.deepcopy(self._template)
+        model = spare if spare is not None else self._plan.empty()
         copy_into(model, tensors)
         return model
 

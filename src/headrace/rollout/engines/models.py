@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +69,26 @@ def load_model(folder: str, dtype: str, attention: str) -> Any:
         if shown:
             logging.enable_progress_bar()
     return model.eval().requires_grad_(False)
+
+
+class ModelPlan:
+    """A model's structure without its memory, from which empty models of its kind are made."""
+
+    def __init__(self, model: Any) -> None:
+        import torch
+
+        with torch.device("meta"):
+            self._skeleton = type(model)(copy.deepcopy(model.config)).to(model.dtype).eval().requires_grad_(False)
+        # Buffers (rotary frequencies) are no weights: nobody publishes them.
+        self._buffers = dict(model.named_buffers())
+
+    def empty(self) -> Any:
+        """A model whose weights are still to be written."""
+        model = copy.deepcopy(self._skeleton).to_empty(device="cpu")
+        model.tie_weights()
+        for name, buffer in model.named_buffers():
+            buffer.copy_(self._buffers[name])
+        return model
 
 
 def copy_into(model: Any, tensors: Any) -> None:

@@ -12,6 +12,7 @@ from headrace.errors import RequestRefused
 from headrace.types import FinishReason, GenerateRequest, Generation, SamplingMask
 
 _MASK64 = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
 
 
 @dataclass(slots=True, eq=False)
@@ -91,14 +92,17 @@ class Sequence:
 
 
 def counter_uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that depends on seed and position only (two rounds of the splitmix64 finaliser)."""
-    state = (seed * 0x9E3779B97F4A7C15 + 0xD1B54A32D192ED03) & _MASK64
-    for word in (position, 0x632BE59BD9B4E019):
-        state = (state + word * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15) & _MASK64
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK64
-        state ^= state >> 31
-    return (state >> 11) * 2.0**-53
+    """A number in [0, 1) that depends on seed and position only. The seed is mixed before the position is added, so no
+    two seeds walk the same numbers."""
+    return (_mix(_mix(seed + _GOLDEN) + (position + 1) * _GOLDEN) >> 11) * 2.0**-53
+
+
+def _mix(state: int) -> int:
+    """The finaliser of splitmix64."""
+    state &= _MASK64
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return state ^ (state >> 31)
 
 
 def join_masks(masks: list[np.ndarray]) -> SamplingMask:

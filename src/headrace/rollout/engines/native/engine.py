@@ -10,7 +10,7 @@ import torch
 from headrace.protocols import WorkerContext
 from headrace.rollout.config import EngineConfig
 from headrace.rollout.engines.driver import EngineDriver
-from headrace.rollout.engines.models import load_model, read_config, read_facts
+from headrace.rollout.engines.models import ModelPlan, load_model, read_config, read_facts
 from headrace.rollout.engines.native import generic, llama
 from headrace.rollout.engines.native.core import NativeCore
 
@@ -53,4 +53,4 @@ def _weights(folder: str, dtype: str, context_length: int) -> tuple[Any, Any]:
         return builder(dict(model.state_dict()), None), builder
     generic.register()
     model = load_model(folder, dtype, generic.ATTENTION)
-    return generic.GenericWeights(model), partial(generic.build, generic.skeleton(model))
+    return generic.GenericWeights(model), partial(generic.build, ModelPlan(model))

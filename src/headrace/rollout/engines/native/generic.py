@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from headrace.errors import ModelError
-from headrace.rollout.engines.models import copy_into
+from headrace.rollout.engines.models import ModelPlan, copy_into
 from headrace.rollout.engines.native.attention import KeyValues, Pass, attend
 
 ATTENTION = "headrace_blocks"
@@ -74,26 +73,8 @@ class GenericWeights:
         ).logits[0]
 
 
-def build(template: Any, tensors: Mapping[str, torch.Tensor], spare: GenericWeights | None) -> GenericWeights:
-    """Named tensors into a model of the template's kind, in the memory of `spare`. The template is the live model or
-    an empty one (on no device)."""
-    model = spare.model if spare is not None else _empty(template)
+def build(plan: ModelPlan, tensors: Mapping[str, torch.Tensor], spare: GenericWeights | None) -> GenericWeights:
+    """Named tensors into a model of the planned kind, in the memory of `spare`."""
+    model = spare.model if spare is not None else plan.empty()
     copy_into(model, tensors)
     return GenericWeights(model)
-
-
-def skeleton(model: Any) -> Any:
-    """The model's structure without its memory."""
-    with torch.device("meta"):
-        empty = type(model)(copy.deepcopy(model.config))
-    return empty.to(model.dtype).eval().requires_grad_(False), dict(model.named_buffers())
-
-
-def _empty(template: Any) -> Any:
-    """A model with memory of its own. Buffers (rotary frequencies) are no weights: they are shared with the first model."""
-    empty, buffers = template
-    model = copy.deepcopy(empty).to_empty(device="cpu")
-    model.tie_weights()
-    for name, buffer in model.named_buffers():
-        buffer.copy_(buffers[name])
-    return model

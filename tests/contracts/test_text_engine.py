@@ -1,0 +1,432 @@
+"""What every text engine promises, run over each of them: inline and in a thread, real and scripted."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from headrace.errors import PartFailed, RequestRefused, StaleTicket
+from headrace.exchange.channels.in_process import InProcessChannel
+from headrace.rollout.engines.scripted import ScriptedCosts, build_scripted
+from headrace.types import NO_VERSION
+from rollout.engines.engine_models import (
+    VOCAB,
+    ask,
+    build_engine,
+    context,
+    endless,
+    folder_of,
+    forcing,
+    plain_logprobs,
+    prompt_of,
+    publish,
+    reference,
+    sampled,
+    until,
+)
+
+REAL = {
+    "native-inline": dict(kind="native", inline=True),
+    "native-thread": dict(kind="native", inline=False),
+    "native-fixed": dict(kind="native", inline=True, deterministic=True),
+    "native-recompute": dict(kind="native", inline=True, kv_on_swap="recompute"),
+    "native-generic": dict(kind="native", inline=True, folder="gemma"),
+    "hf-inline": dict(kind="hf", inline=True),
+    "hf-thread": dict(kind="hf", inline=False),
+}
+ALL = [*REAL, "scripted"]
+
+
+class Bench:
+    """An engine with a channel that publishes to it."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.channel, self.events = name, InProcessChannel(), []
+        self.family = REAL.get(name, {}).get("folder", "llama")
+        self.model = reference(self.family)
+        if name == "scripted":
+            costs = ScriptedCosts(
+                token_s=0.001, prefill_s=0, prepare_s=0, commit_s=0, length=1e9, length_sigma=0, context_length=1024
+            )
+            self.engine = build_scripted(context(self.events), costs)
+        else:
+            options = {**REAL[name], "folder": folder_of(self.family)}
+            self.engine = build_engine(channel=self.channel, events=self.events, **options)
+
+    def publish(self, version: int):
+        return publish(self.channel, self.model, version)
+
+    async def live(self, version: int) -> None:
+        await self.engine.commit(self.publish(version))
+
+
+@pytest.fixture
+async def bench(request):
+    made = Bench(request.param)
+    yield made
+    await made.engine.close()
+
+
+def over(names):
+    return pytest.mark.parametrize("bench", names, indirect=True)
+
+
+# ------------------------------------------------------------------------------------------------------- generation
+
+
+@over(ALL)
+async def test_a_generation_carries_one_logprob_and_one_version_for_each_token(bench):
+    await bench.live(3)
+    got = await bench.engine.generate(ask(prompt_of(5), **endless(9)))
+    assert got.token_ids.shape == got.logprobs.shape == got.policy_versions.shape == (9,)
+    assert got.policy_versions.tolist() == [3] * 9
+    assert got.finish_reason == "length"
+    assert np.isfinite(got.logprobs).all() and (got.logprobs <= 0).all()
+    assert ((got.token_ids >= 0) & (got.token_ids < VOCAB + 10)).all()
+
+
+@over(ALL)
+async def test_the_same_seed_gives_the_same_tokens_whatever_runs_beside_it(bench):
+    await bench.live(1)
+    alone = await bench.engine.generate(ask(prompt_of(6), "x", **endless(12)))
+    crowd = [ask(prompt_of(3 + i, i), f"y{i}", member=i, **endless(5 + 3 * i)) for i in range(5)]
+    again, *_ = await asyncio.gather(*map(bench.engine.generate, [ask(prompt_of(6), "z", **endless(12)), *crowd]))
+    assert alone.token_ids.tolist() == again.token_ids.tolist()
+    np.testing.assert_allclose(alone.logprobs, again.logprobs, atol=1e-5)
+
+
+@over(REAL)
+async def test_logprobs_are_those_of_a_plain_forward_pass(bench):
+    await bench.live(1)
+    requests = [ask(prompt_of(n, n), f"p{n}", member=m, max_tokens=20) for n in (1, 4, 7, 33) for m in range(3)]
+    for request, got in zip(requests, await asyncio.gather(*map(bench.engine.generate, requests)), strict=True):
+        np.testing.assert_allclose(got.logprobs, plain_logprobs(bench.model, request, got), atol=1e-4)
+
+
+@over(ALL)
+async def test_a_prompt_beyond_the_context_is_refused_and_the_engine_goes_on(bench):
+    await bench.live(1)
+    with pytest.raises(RequestRefused, match="1024"):
+        await bench.engine.generate(ask([5] * 1024))
+    assert (await bench.engine.generate(ask(prompt_of(4), **endless(3)))).token_ids.size == 3
+
+
+@over(REAL)
+@pytest.mark.parametrize(("prompt", "word"), [([], "no tokens"), ([VOCAB], "token ids"), ([-1], "token ids")])
+async def test_a_prompt_that_is_none_is_refused(bench, prompt, word):
+    with pytest.raises(RequestRefused, match=word):
+        await bench.engine.generate(ask(prompt))
+
+
+@over(REAL)
+async def test_a_request_id_can_be_on_the_engine_only_once(bench):
+    await bench.live(1)
+    first = asyncio.ensure_future(bench.engine.generate(ask(prompt_of(4), **endless(400))))
+    await until(lambda s: s.progress, bench.engine)
+    with pytest.raises(RequestRefused, match="already"):
+        await bench.engine.generate(ask(prompt_of(4)))
+    await bench.engine.abort(ask(prompt_of(4)).request_id)
+    await first
+
+
+@over(ALL)
+async def test_a_stream_adds_up_to_the_generation(bench):
+    await bench.live(2)
+    request = ask(prompt_of(5), **endless(10))
+    pieces = [piece async for piece in bench.engine.stream(request)]
+    whole = await bench.engine.generate(ask(prompt_of(5), "again", **endless(10)))
+    assert np.concatenate([piece.token_ids for piece in pieces]).tolist() == whole.token_ids.tolist()
+    assert np.concatenate([piece.policy_versions for piece in pieces]).tolist() == [2] * 10
+    assert pieces[-1].finish_reason == "length"
+
+
+@over(REAL)
+async def test_leaving_a_stream_early_frees_its_request(bench):
+    await bench.live(1)
+    stream = bench.engine.stream(ask(prompt_of(5), **endless(500)))
+    async for _ in stream:
+        break
+    await stream.aclose()
+    await until(lambda s: s.running == s.waiting == s.kv_tokens_used == 0, bench.engine)
+
+
+@over(["native-inline", "native-thread", "hf-inline", "hf-thread"])
+async def test_a_cancelled_caller_leaves_nothing_behind(bench):
+    await bench.live(1)
+    task = asyncio.ensure_future(bench.engine.generate(ask(prompt_of(5), **endless(500))))
+    await until(lambda s: s.progress, bench.engine)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await until(lambda s: s.running == s.waiting == s.kv_tokens_used == 0, bench.engine)
+
+
+@over(["native-thread", "hf-thread"])
+async def test_the_loop_answers_while_a_pass_runs(bench):
+    """A pass that takes 30 ms must not hold up a loop that wants its turn every millisecond."""
+    import time
+
+    await bench.live(1)
+    advance = bench.engine.core.advance
+    bench.engine.core.advance = lambda: (time.sleep(0.03), advance())
+    task, turns = asyncio.ensure_future(bench.engine.generate(ask(prompt_of(5), **endless(8)))), 0
+    while not task.done():
+        await asyncio.sleep(0.001)
+        turns += 1
+    assert turns > 24
+
+
+# --------------------------------------------------------------------------------------------------------- abortion
+
+
+@over(ALL)
+async def test_abort_hands_back_what_was_sampled(bench):
+    await bench.live(1)
+    request = ask(prompt_of(5), **endless(500))
+    task = asyncio.ensure_future(bench.engine.generate(request))
+    await until(lambda s: sampled(s, request) >= 3, bench.engine)
+    returned = await bench.engine.abort(request.request_id)
+    got = await task
+    assert got.finish_reason == returned.finish_reason == "abort"
+    assert 3 <= got.token_ids.size < 500
+    assert got.token_ids.tolist() == returned.token_ids.tolist()
+    assert await bench.engine.abort(request.request_id) is None
+    assert await bench.engine.abort("nobody") is None
+
+
+@over(ALL)
+async def test_an_interrupted_generation_resumes_from_its_prefix_as_if_nothing_had_been(bench):
+    await bench.live(1)
+    whole = await bench.engine.generate(ask(prompt_of(6), "whole", **endless(50)))
+    request = ask(prompt_of(6), "cut", **endless(50))
+    task = asyncio.ensure_future(bench.engine.generate(request))
+    await until(lambda s: sampled(s, request) >= 4, bench.engine)
+    await bench.engine.abort(request.request_id)
+    part = await task
+    again = await bench.engine.generate(ask(prompt_of(6), "cut", attempt=1, prefix=part, **endless(50)))
+    assert 4 <= part.token_ids.size < 50
+    assert again.token_ids.tolist() == whole.token_ids.tolist()
+    assert again.logprobs[: part.logprobs.size].tolist() == part.logprobs.tolist()
+    np.testing.assert_allclose(again.logprobs, whole.logprobs, atol=1e-5)
+
+
+@over(REAL)
+async def test_a_prefix_that_is_complete_already_is_returned_at_once(bench):
+    await bench.live(1)
+    done = await bench.engine.generate(ask(prompt_of(6), **endless(5)))
+    await bench.engine.pause("keep")
+    again = await bench.engine.generate(ask(prompt_of(6), attempt=1, prefix=done, max_tokens=5))
+    assert again.token_ids.tolist() == done.token_ids.tolist() and again.finish_reason == "length"
+
+
+# ---------------------------------------------------------------------------------------------------- weights arrive
+
+
+@over(ALL)
+async def test_prepare_and_commit_can_be_repeated_and_never_go_back(bench):
+    assert (await bench.engine.stats()).version == NO_VERSION
+    first, second = bench.publish(1), None
+    await bench.engine.prepare(first)
+    await bench.engine.prepare(first)
+    assert (await bench.engine.stats()).staged_version == 1
+    await bench.engine.commit(first)
+    await bench.engine.commit(first)
+    stats = await bench.engine.stats()
+    assert (stats.version, stats.staged_version, stats.swaps) == (1, NO_VERSION, 1)
+    second = bench.publish(2)
+    await bench.engine.commit(second)  # never prepared: prepares first
+    assert (await bench.engine.stats()).version == 2
+    for call in (bench.engine.prepare, bench.engine.commit):
+        with pytest.raises(StaleTicket):
+            await call(first)
+
+
+@over(ALL)
+async def test_a_newer_prepare_replaces_what_is_staged(bench):
+    await bench.live(1)
+    await bench.engine.prepare(bench.publish(2))
+    newer = bench.publish(3)
+    await bench.engine.prepare(newer)
+    assert (await bench.engine.stats()).staged_version == 3
+    await bench.engine.commit(newer)
+    assert (await bench.engine.stats()).version == 3
+
+
+@over(ALL)
+@pytest.mark.parametrize("running", ["go_on", "freeze"])
+async def test_a_swap_in_mid_request_is_stamped_on_the_tokens_after_it(bench, running):
+    await bench.live(1)
+    request = ask(prompt_of(6), **endless(90))
+    task = asyncio.ensure_future(bench.engine.generate(request))
+    await until(lambda s: sampled(s, request) >= 5, bench.engine)
+    await bench.engine.commit(bench.publish(2), running)
+    before = sampled(await bench.engine.stats(), request)
+    versions = (await task).policy_versions.tolist()
+    assert len(versions) == 90 and versions == sorted(versions) and set(versions) == {1, 2}
+    assert 5 <= versions.count(1) <= before
+
+
+@over([name for name in REAL if name != "native-generic"])
+async def test_every_token_is_what_its_version_forces(bench):
+    a, b = 11, 23
+    await bench.engine.commit(bench.channel.publish(forcing(bench.model, a), 1))
+    requests = [ask(prompt_of(4, i), f"r{i}", **endless(60)) for i in range(3)]
+    tasks = [asyncio.ensure_future(bench.engine.generate(request)) for request in requests]
+    await until(lambda s: all(sampled(s, request) >= 4 for request in requests), bench.engine)
+    await bench.engine.commit(bench.channel.publish(forcing(bench.model, b), 2))
+    for got in await asyncio.gather(*tasks):
+        assert [{1: a, 2: b}[v] for v in got.policy_versions.tolist()] == got.token_ids.tolist()
+        assert set(got.policy_versions.tolist()) == {1, 2}
+
+
+@over(ALL)
+async def test_commit_with_abort_hands_back_what_runs_and_serves_what_comes_after(bench):
+    await bench.live(1)
+    request = ask(prompt_of(6), **endless(500))
+    task = asyncio.ensure_future(bench.engine.generate(request))
+    await until(lambda s: sampled(s, request) >= 2, bench.engine)
+    await bench.engine.commit(bench.publish(2), "abort")
+    got = await task
+    assert got.finish_reason == "abort" and set(got.policy_versions.tolist()) == {1}
+    after = await bench.engine.generate(ask(prompt_of(6), "next", **endless(3)))
+    assert after.policy_versions.tolist() == [2, 2, 2]
+
+
+@over(REAL)
+async def test_weights_that_do_not_fit_are_refused_and_the_old_ones_go_on(bench):
+    await bench.live(1)
+    broken = [(name, tensor) for name, tensor in bench.model.state_dict().items() if "layers.1.mlp" not in name]
+    with pytest.raises(Exception, match="missing"):
+        await bench.engine.prepare(bench.channel.publish(broken, 2))
+    assert (await bench.engine.generate(ask(prompt_of(6), **endless(2)))).policy_versions.tolist() == [1, 1]
+    await bench.live(3)
+    assert (await bench.engine.stats()).version == 3
+
+
+# --------------------------------------------------------------------------------------------------- pause and sleep
+
+
+@over(ALL)
+async def test_keep_freezes_and_resume_thaws(bench):
+    await bench.live(1)
+    whole = await bench.engine.generate(ask(prompt_of(6), "whole", **endless(50)))
+    request = ask(prompt_of(6), "held", **endless(50))
+    task = asyncio.ensure_future(bench.engine.generate(request))
+    await until(lambda s: sampled(s, request) >= 3, bench.engine)
+    await bench.engine.pause("keep")
+    stats = await bench.engine.stats()
+    assert stats.paused
+    await asyncio.sleep(0.02)
+    assert sampled(await bench.engine.stats(), request) == sampled(stats, request) and not task.done()
+    await bench.engine.resume()
+    assert (await task).token_ids.tolist() == whole.token_ids.tolist()
+
+
+@over(ALL)
+async def test_wait_returns_when_all_that_ran_has_finished(bench):
+    await bench.live(1)
+    request = ask(prompt_of(6), **endless(60))
+    task = asyncio.ensure_future(bench.engine.generate(request))
+    await until(lambda s: sampled(s, request) >= 1, bench.engine)
+    await bench.engine.pause("wait")
+    late = asyncio.ensure_future(bench.engine.generate(ask(prompt_of(6), "late", **endless(3))))
+    await asyncio.sleep(0.01)
+    assert (await task).token_ids.size == 60 and not late.done()
+    await bench.engine.resume()
+    assert (await late).token_ids.size == 3
+
+
+@over(ALL)
+async def test_pause_with_abort_hands_back_what_runs_and_holds_what_is_new(bench):
+    await bench.live(1)
+    request = ask(prompt_of(6), **endless(500))
+    task = asyncio.ensure_future(bench.engine.generate(request))
+    await until(lambda s: sampled(s, request) >= 1, bench.engine)
+    await bench.engine.pause("abort")
+    assert (await task).finish_reason == "abort"
+    late = asyncio.ensure_future(bench.engine.generate(ask(prompt_of(6), "late", **endless(3))))
+    await asyncio.sleep(0.01)
+    assert not late.done()
+    await bench.engine.resume()
+    assert (await late).finish_reason == "length"
+
+
+@over(REAL)
+@pytest.mark.parametrize("level", [1, 2])
+async def test_an_engine_sleeps_and_wakes(bench, level):
+    await bench.live(1)
+    whole = await bench.engine.generate(ask(prompt_of(6), "whole", **endless(80)))
+    request = ask(prompt_of(6), "asleep", **endless(80))
+    task = asyncio.ensure_future(bench.engine.generate(request))
+    await until(lambda s: sampled(s, request) >= 3, bench.engine)
+    await bench.engine.sleep(level)
+    assert (await bench.engine.stats()).kv_tokens_used == 0
+    await asyncio.sleep(0.01)
+    await bench.engine.wake()
+    if level == 2:
+        assert bench.engine.core.weights is None
+        await asyncio.sleep(0.01)
+        assert not task.done()
+        await bench.live(2)
+    assert (await task).token_ids.tolist() == whole.token_ids.tolist()
+
+
+@over(REAL)
+async def test_a_level_two_sleeper_takes_its_own_version_again(bench):
+    ticket = bench.publish(1)
+    await bench.engine.commit(ticket)
+    await bench.engine.sleep(2)
+    await bench.engine.wake()
+    await bench.engine.commit(ticket)
+    assert (await bench.engine.generate(ask(prompt_of(6), **endless(2)))).policy_versions.tolist() == [1, 1]
+
+
+# ---------------------------------------------------------------------------------------------------- what it reports
+
+
+@over(ALL)
+async def test_the_timeline_has_what_the_engine_did(bench):
+    await bench.live(1)
+    await bench.engine.generate(ask(prompt_of(6), **endless(5)))
+    await bench.engine.close()
+    kinds = {event.kind for event in bench.events}
+    assert all(event.source == "engine-0" for event in bench.events)
+    assert kinds >= ({"swap"} if bench.name == "scripted" else {"generate", "prepare", "swap"})
+    assert [event.version for event in bench.events if event.kind == "swap"] == [1]
+
+
+@over(REAL)
+async def test_counts_are_real(bench):
+    await bench.live(1)
+    await asyncio.gather(*(bench.engine.generate(ask(prompt_of(6), member=i, **endless(5))) for i in range(4)))
+    stats = await bench.engine.stats()
+    assert (stats.generated_tokens, stats.prompt_tokens, stats.running, stats.waiting) == (20, 24, 0, 0)
+    assert stats.prefill_s + stats.decode_s > 0
+
+
+@over(REAL)
+async def test_closing_fails_what_runs_and_what_comes_after(bench):
+    await bench.live(1)
+    task = asyncio.ensure_future(bench.engine.generate(ask(prompt_of(6), **endless(500))))
+    await until(lambda s: s.progress, bench.engine)
+    await bench.engine.close()
+    with pytest.raises(PartFailed, match="closed"):
+        await task
+    with pytest.raises(PartFailed, match="closed"):
+        await bench.engine.generate(ask(prompt_of(6), "late"))
+
+
+@over(["native-inline", "native-thread", "hf-inline", "hf-thread"])
+async def test_a_pass_that_fails_fails_every_request_and_says_why(bench):
+    await bench.live(1)
+
+    def burn():
+        raise MemoryError("no room")
+
+    bench.engine.core.advance = burn
+    with pytest.raises(PartFailed, match="no room"):
+        await bench.engine.generate(ask(prompt_of(6)))
+    with pytest.raises(PartFailed, match="no room"):
+        await bench.engine.generate(ask(prompt_of(6), "next"))

@@ -1,0 +1,467 @@
+"""What the embedded engine does beyond the contract: sharing, bounds, preemption, fixed shapes, families."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.errors import RequestRefused
+from headrace.exchange.channels.in_process import InProcessChannel
+from headrace.rollout.engines.native.llama import LlamaWeights
+from rollout.engines.engine_models import (
+    FAMILIES,
+    FAST,
+    ask,
+    build_engine,
+    build_model,
+    endless,
+    folder_of,
+    forcing,
+    plain_logprobs,
+    prompt_of,
+    publish,
+    reference,
+    sampled,
+    until,
+)
+
+
+async def run(engine, requests):
+    return await asyncio.gather(*map(engine.generate, requests))
+
+
+def tokens(generations):
+    return [got.token_ids.tolist() for got in generations]
+
+
+def mixed(count=12, longest=30):
+    """Ragged prompts and lengths."""
+    return [
+        ask(prompt_of(1 + (7 * i) % longest, i), f"m{i}", member=i, **endless(3 + (5 * i) % 23)) for i in range(count)
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------- families
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_a_family_gives_the_logprobs_of_a_plain_forward_pass(family):
+    engine = build_engine(folder=folder_of(family))
+    assert isinstance(engine.core.weights, LlamaWeights) == (family in FAST)
+    requests = [ask(prompt_of(n, n), f"p{n}", member=m, max_tokens=24) for n in (1, 5, 8, 40) for m in range(3)]
+    for request, got in zip(requests, await run(engine, requests), strict=True):
+        np.testing.assert_allclose(got.logprobs, plain_logprobs(reference(family), request, got), atol=1e-4)
+    await engine.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_greedy_tokens_are_those_of_generate_where_the_gap_is_clear(family):
+    model = reference(family)
+    engine = build_engine(folder=folder_of(family))
+    requests = [ask(prompt_of(n, n), f"g{n}", temperature=0.0, max_tokens=24) for n in (1, 6, 21)]
+    for request, got in zip(requests, await run(engine, requests), strict=True):
+        ids = torch.tensor(request.prompt_ids)[None]
+        with torch.inference_mode():
+            out = model.generate(
+                ids,
+                max_new_tokens=24,
+                do_sample=False,
+                output_logits=True,
+                return_dict_in_generate=True,
+                attention_mask=torch.ones_like(ids),
+            )
+        expected = out.sequences[0, ids.shape[1] :].tolist()
+        for at, (mine, theirs) in enumerate(zip(got.token_ids.tolist(), expected, strict=False)):
+            best = out.logits[at][0].topk(2).values
+            if best[0] - best[1] <= 1e-4:
+                break
+            assert mine == theirs, f"token {at}"
+        else:
+            assert got.token_ids.size == len(expected)
+    await engine.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_published_weights_replace_the_whole_model(family):
+    channel, other = InProcessChannel(), build_model(family, seed=5)
+    engine = build_engine(folder=folder_of(family), channel=channel)
+    for version in (1, 2, 3):  # the third is written into the memory of the first
+        model = other if version != 2 else reference(family)
+        await engine.commit(publish(channel, model, version))
+        request = ask(prompt_of(9), f"v{version}", max_tokens=12)
+        got = await engine.generate(request)
+        np.testing.assert_allclose(got.logprobs, plain_logprobs(model, request, got), atol=1e-4)
+    await engine.close()
+
+
+async def test_a_tied_head_may_be_left_out_of_what_is_published():
+    for family in ("qwen2", "gemma"):
+        channel, other = InProcessChannel(), build_model(family, seed=5)
+        engine = build_engine(folder=folder_of(family), channel=channel)
+        named = [(name, tensor) for name, tensor in other.state_dict().items() if name != "lm_head.weight"]
+        await engine.commit(channel.publish(named, 1))
+        request = ask(prompt_of(9), max_tokens=12)
+        got = await engine.generate(request)
+        np.testing.assert_allclose(got.logprobs, plain_logprobs(other, request, got), atol=1e-4)
+        await engine.close()
+
+
+async def test_bfloat16_runs_and_stays_near():
+    engine = build_engine(dtype="bfloat16")
+    request = ask(prompt_of(9), max_tokens=12)
+    got = await engine.generate(request)
+    assert np.abs(got.logprobs - plain_logprobs(reference(), request, got)).mean() < 0.2
+    await engine.close()
+
+
+async def test_a_rope_that_is_scaled_is_followed():
+    scaled = {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64, "rope_theta": 10000.0,
+    }  # fmt: skip
+    import tempfile
+
+    model = build_model("llama", rope_parameters=scaled)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        engine = build_engine(folder=folder)
+    request = ask(prompt_of(90), max_tokens=12)
+    got = await engine.generate(request)
+    np.testing.assert_allclose(got.logprobs, plain_logprobs(model, request, got), atol=1e-4)
+    assert np.abs(got.logprobs - plain_logprobs(reference(), request, got)).max() > 1e-3
+    await engine.close()
+
+
+# ----------------------------------------------------------------------------------------------------------- sharing
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+async def test_a_prompt_is_computed_once_for_eight_siblings(deterministic):
+    engine = build_engine(deterministic=deterministic)
+    rows = []
+    forward = engine.core.weights.forward
+
+    class Counting:
+        def forward(self, batch, store):
+            rows.append(sum(stretch.stop - stretch.start for stretch in batch.stretches))
+            return forward(batch, store)
+
+    engine.core.weights = Counting()
+    requests = [ask(prompt_of(21), "g", member=m, **endless(6)) for m in range(8)]
+    got = await run(engine, requests)
+    stats = await engine.stats()
+    assert sum(rows) == 21
+    assert stats.prompt_tokens - stats.cached_prompt_tokens == 21 and stats.prompt_tokens == 8 * 21
+    assert len({tuple(ids) for ids in tokens(got)}) > 4  # siblings have their own seeds
+    for request, one in zip(requests, got, strict=True):
+        np.testing.assert_allclose(one.logprobs, plain_logprobs(reference(), request, one), atol=1e-4)
+    await engine.close()
+
+
+async def test_a_common_beginning_is_shared_between_different_prompts():
+    engine = build_engine()
+    system = prompt_of(20)
+    requests = [ask(system + prompt_of(5, i), f"s{i}", max_tokens=8) for i in range(4)]
+    for request in requests:
+        got = await engine.generate(request)
+        np.testing.assert_allclose(got.logprobs, plain_logprobs(reference(), request, got), atol=1e-4)
+    assert (await engine.stats()).cached_prompt_tokens == 3 * 20
+    await engine.close()
+
+
+async def test_siblings_write_into_blocks_of_their_own():
+    """A prompt that ends inside a block: what one sibling writes there must not reach another."""
+    engine = build_engine(block_size=16)
+    requests = [ask(prompt_of(5), "g", member=m, **endless(10)) for m in range(8)]
+    together = await run(engine, requests)
+    for request, one in zip(requests, together, strict=True):
+        np.testing.assert_allclose(one.logprobs, plain_logprobs(reference(), request, one), atol=1e-4)
+    await engine.close()
+
+
+async def test_prompts_longer_than_a_pass_are_computed_in_pieces():
+    engine = build_engine()
+    requests = [ask(prompt_of(n, n), f"long{n}", max_tokens=6) for n in (513, 700, 12)]
+    for request, got in zip(requests, await run(engine, requests), strict=True):
+        np.testing.assert_allclose(got.logprobs, plain_logprobs(reference(), request, got), atol=1e-4)
+    await engine.close()
+
+
+# ------------------------------------------------------------------------------------------------- bounds and order
+
+
+@pytest.mark.parametrize("kv_tokens", [56, 64, 100])
+async def test_little_memory_changes_nothing_but_time(kv_tokens):
+    """Room for little more than one request: sixteen still give what an unlimited engine gives."""
+    requests = mixed(16)
+    free, tight = build_engine(), build_engine(kv_tokens=kv_tokens)
+    plenty, scarce = await run(free, requests), await asyncio.wait_for(run(tight, requests), 60)
+    assert tokens(plenty) == tokens(scarce)
+    for a, b in zip(plenty, scarce, strict=True):
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+    stats = await tight.stats()
+    assert stats.preemptions > 0 and stats.kv_tokens_total <= kv_tokens and stats.kv_tokens_used == 0
+    await free.close()
+    await tight.close()
+
+
+async def test_blocks_never_run_over_the_bound():
+    engine = build_engine(kv_tokens=64)
+    most = 0
+    advance = engine.core.advance
+
+    def watched():
+        nonlocal most
+        advance()
+        most = max(most, engine.core.kv_tokens()[0])
+
+    engine.core.advance = watched
+    await run(engine, mixed(10))
+    assert 32 < most <= 64
+    await engine.close()
+
+
+async def test_a_prompt_that_can_never_fit_is_refused_and_one_that_fits_ends_at_the_bound():
+    engine = build_engine(kv_tokens=32)
+    with pytest.raises(RequestRefused, match="kv_tokens"):
+        await engine.generate(ask(prompt_of(32)))
+    got = await engine.generate(ask(prompt_of(30), **endless(50)))
+    assert got.token_ids.size == 2 and got.finish_reason == "length"
+    await engine.close()
+
+
+async def test_one_token_of_work_overtakes_long_ones():
+    engine = build_engine(max_running=64)
+    long = [asyncio.ensure_future(engine.generate(ask(prompt_of(4, i), f"l{i}", **endless(150)))) for i in range(63)]
+    await until(lambda s: s.running == 63, engine)
+    short = await engine.generate(ask(prompt_of(4), "short", **endless(1)))
+    assert short.token_ids.size == 1 and not any(task.done() for task in long)
+    await engine.pause("abort")
+    await asyncio.gather(*long)
+    await engine.close()
+
+
+async def test_more_requests_than_slots_all_end():
+    engine = build_engine(max_running=3)
+    got = await run(engine, mixed(14))
+    assert [one.token_ids.size for one in got] == [3 + (5 * i) % 23 for i in range(14)]
+    await engine.close()
+
+
+async def test_requests_come_and_go_at_random_and_no_block_is_lost():
+    engine = build_engine(kv_tokens=96, max_running=5)
+    rng = np.random.default_rng(0)
+
+    async def one(i):
+        await asyncio.sleep(float(rng.random()) * 0.02)
+        request = ask(
+            prompt_of(int(rng.integers(1, 20)), int(rng.integers(4))), f"r{i}", **endless(int(rng.integers(1, 30)))
+        )
+        task = asyncio.ensure_future(engine.generate(request))
+        if rng.random() < 0.4:
+            await asyncio.sleep(float(rng.random()) * 0.02)
+            await engine.abort(request.request_id)
+        return await task
+
+    await asyncio.wait_for(asyncio.gather(*(one(i) for i in range(40))), 60)
+    stats = await engine.stats()
+    assert stats.running == stats.waiting == stats.kv_tokens_used == 0
+    engine.core.table.clear()
+    assert not any(engine.core.table.counts)
+    await engine.close()
+
+
+# ------------------------------------------------------------------------------------------------------------- swaps
+
+
+async def test_after_a_swap_nothing_cached_is_used():
+    channel, other = InProcessChannel(), build_model("llama", seed=9)
+    engine = build_engine(channel=channel)
+    await engine.generate(ask(prompt_of(24), "a", max_tokens=4))
+    await engine.commit(publish(channel, other, 1))
+    before = (await engine.stats()).cached_prompt_tokens
+    request = ask(prompt_of(24), "b", max_tokens=8)
+    got = await engine.generate(request)
+    assert (await engine.stats()).cached_prompt_tokens == before == 0
+    np.testing.assert_allclose(got.logprobs, plain_logprobs(other, request, got), atol=1e-4)
+    await engine.close()
+
+
+@pytest.mark.parametrize(("kv_on_swap", "running", "recomputed"), [("keep", "go_on", False), ("recompute", "go_on", True), ("recompute", "freeze", False)])  # fmt: skip
+async def test_older_keys_and_values_stay_or_go_as_asked(kv_on_swap, running, recomputed):
+    """After a swap, a recomputed sequence has the new model's log-probabilities; a kept one has them of a mixture."""
+    channel, other = InProcessChannel(), build_model("llama", seed=9)
+    engine = build_engine(channel=channel, kv_on_swap=kv_on_swap)
+    request = ask(prompt_of(20), **endless(40))
+    task = asyncio.ensure_future(engine.generate(request))
+    await until(lambda s: sampled(s, request) >= 10, engine)
+    await engine.commit(publish(channel, other, 1), running)
+    got = await task
+    new = got.policy_versions == 1
+    gap = np.abs(got.logprobs - plain_logprobs(other, request, got))[new].max()
+    assert (gap < 1e-4) == recomputed
+    await engine.close()
+
+
+async def test_an_unfinished_prefill_starts_again_under_the_new_weights():
+    channel, other = InProcessChannel(), build_model("llama", seed=9)
+    engine = build_engine(channel=channel)
+    request = ask(prompt_of(900), max_tokens=6)
+    task = asyncio.ensure_future(engine.generate(request))
+    await until(lambda s: s.running == 1, engine)
+    while not engine.core.running[0].kv_length:
+        await asyncio.sleep(0)
+    assert 0 < engine.core.running[0].kv_length < 900
+    await engine.commit(publish(channel, other, 1))
+    got = await task
+    assert set(got.policy_versions.tolist()) == {1}
+    np.testing.assert_allclose(got.logprobs, plain_logprobs(other, request, got), atol=1e-4)
+    await engine.close()
+
+
+async def test_a_sibling_admitted_after_the_swap_does_not_share_the_older_prompt():
+    channel, other = InProcessChannel(), build_model("llama", seed=9)
+    engine = build_engine(channel=channel, max_running=1)
+    first, second = (ask(prompt_of(20), "g", member=m, **endless(30)) for m in range(2))
+    tasks = [asyncio.ensure_future(engine.generate(one)) for one in (first, second)]
+    await until(lambda s: sampled(s, first) >= 5, engine)
+    await engine.commit(publish(channel, other, 1))
+    _, late = await asyncio.gather(*tasks)
+    assert set(late.policy_versions.tolist()) == {1}
+    np.testing.assert_allclose(late.logprobs, plain_logprobs(other, second, late), atol=1e-4)
+    await engine.close()
+
+
+async def test_the_stand_still_of_a_swap_is_measured_and_short():
+    channel = InProcessChannel()
+    engine = build_engine(channel=channel, inline=False)
+    request = ask(prompt_of(20), **endless(900))
+    task = asyncio.ensure_future(engine.generate(request))
+    for version in range(1, 6):
+        ticket = publish(channel, reference(), version)
+        await engine.prepare(ticket)
+        await until(lambda s, v=version: sampled(s, request) >= 5 * v, engine)
+        await engine.commit(ticket)
+        await until(lambda s, v=version: s.swaps == v and sampled(s, request) > 5 * v + 2, engine)
+        assert 0 < (await engine.stats()).standstill_s < 0.5
+    await engine.abort(request.request_id)
+    await task
+    await engine.close()
+
+
+# ------------------------------------------------------------------------------------------------------------ handles
+
+
+@pytest.mark.parametrize("kept", [True, False])
+async def test_a_kept_generation_goes_on_bit_for_bit_and_a_lost_one_from_its_prefix(kept):
+    engine = build_engine()
+    whole = await engine.generate(ask(prompt_of(10), "whole", **endless(40)))
+    request = ask(prompt_of(10), "cut", **endless(40))
+    task = asyncio.ensure_future(engine.generate(request))
+    await until(lambda s: sampled(s, request) >= 7, engine)
+    await engine.abort(request.request_id, keep_kv=True)
+    part = await task
+    assert part.kv_handle and (await engine.stats()).kv_tokens_used > 0
+    if not kept:
+        engine.core.drop_cache()
+    again = await engine.generate(
+        ask(prompt_of(10), "cut", attempt=1, prefix=part, kv_handle=part.kv_handle, **endless(40))
+    )
+    assert again.token_ids.tolist() == whole.token_ids.tolist()
+    assert not kept or again.logprobs.tolist() == whole.logprobs.tolist()
+    stats = await engine.stats()
+    assert stats.prompt_tokens - stats.cached_prompt_tokens <= 11 or not kept  # the first prompt and one token to go on
+    assert (await engine.stats()).kv_tokens_used == 0
+    await engine.close()
+
+
+async def test_a_generation_kept_over_a_swap_is_that_of_one_never_interrupted():
+    other = build_model("llama", seed=9)
+
+    async def go(interrupt):
+        channel = InProcessChannel()
+        engine = build_engine(channel=channel)
+        request = ask(prompt_of(10), **endless(40))
+        task = asyncio.ensure_future(engine.generate(request))
+        await until(lambda s: sampled(s, request) >= 7, engine)
+        if interrupt:
+            await engine.abort(request.request_id, keep_kv=True)
+            part = await task
+        await engine.commit(publish(channel, other, 1))
+        if interrupt:
+            again = ask(prompt_of(10), attempt=1, prefix=part, kv_handle=part.kv_handle, **endless(40))
+            task = asyncio.ensure_future(engine.generate(again))
+        got = await task
+        await engine.close()
+        return got
+
+    a, b = await go(True), await go(False)
+    assert a.token_ids.tolist() == b.token_ids.tolist() and a.logprobs.tolist() == b.logprobs.tolist()
+
+
+async def test_kept_generations_give_way_when_room_is_short():
+    engine = build_engine(kv_tokens=32)
+    request = ask(prompt_of(10), **endless(20))
+    task = asyncio.ensure_future(engine.generate(request))
+    await until(lambda s: sampled(s, request) >= 7, engine)
+    await engine.abort(request.request_id, keep_kv=True)
+    await task
+    got = await asyncio.wait_for(engine.generate(ask(prompt_of(25), "other", **endless(5))), 20)
+    assert got.token_ids.size == 5
+    await engine.close()
+
+
+# --------------------------------------------------------------------------------------------------- repeating exactly
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+async def test_fixed_shapes_are_bit_equal_alone_and_in_a_crowd(family):
+    def fixed(**more):
+        return build_engine(folder=folder_of(family), deterministic=True, max_running=6, **more)
+
+    crowd = fixed()
+    together = await run(crowd, mixed(9))
+    alone = []
+    for request in mixed(9):
+        engine = fixed()
+        alone.append(await engine.generate(request))
+        await engine.close()
+    await crowd.close()
+    assert tokens(together) == tokens(alone)
+    assert [one.logprobs.tolist() for one in together] == [one.logprobs.tolist() for one in alone]
+
+
+async def test_an_inline_run_repeats_bit_for_bit():
+    async def once():
+        engine = build_engine(kv_tokens=128)
+        got = await run(engine, mixed(12))
+        await engine.close()
+        return got
+
+    a, b = await once(), await once()
+    assert tokens(a) == tokens(b)
+    assert [one.logprobs.tolist() for one in a] == [one.logprobs.tolist() for one in b]
+
+
+async def test_weights_that_are_not_finite_fail_the_request_and_spare_the_engine():
+    channel = InProcessChannel()
+    engine = build_engine(channel=channel)
+    broken = [(name, tensor * float("nan")) for name, tensor in reference().state_dict().items()]
+    await engine.commit(channel.publish(broken, 1))
+    with pytest.raises(Exception, match="version 1 are not finite"):
+        await engine.generate(ask(prompt_of(5)))
+    await engine.commit(publish(channel, reference(), 2))
+    assert (await engine.generate(ask(prompt_of(5), "b", **endless(3)))).token_ids.size == 3
+    await engine.close()
+
+
+async def test_forced_weights_do_force():
+    channel = InProcessChannel()
+    engine = build_engine(channel=channel)
+    await engine.commit(channel.publish(forcing(reference(), 42), 1))
+    got = await engine.generate(ask(prompt_of(5), **endless(6)))
+    assert got.token_ids.tolist() == [42] * 6
+    await engine.close()
