@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.config import (
-    AVAILABLE,
     RunConfig,
     ahead,
+    available,
     config_from_dict,
     dump_config,
     load_config,
@@ -372,13 +372,14 @@ def test_numbers_and_inputs_that_cannot_work(overrides: list[str], expected: str
 
 
 @pytest.mark.parametrize(
-    "override", ["buffer.store=redis", "weights.channel=http", "runtime=ray", "placement=colocated"]
+    "override",
+    ["buffer.store=redis", "weights.channel=http", "runtime=ray", "placement=colocated", "training.backend=scripted"],
 )
 def test_parts_that_do_not_exist_yet_say_which_do(override: str):
     line = error_of(override, "weights.interruption=hold")
     key, _, value = override.partition("=")
     assert line.startswith(f'{key}: found "{value}", which is not available')
-    assert all(choice in line for choice in AVAILABLE[key])
+    assert all(choice in line for choice in available()[key])
 
 
 @pytest.mark.parametrize(
@@ -415,7 +416,8 @@ def test_what_is_called_available_is_there():
         "runtime": "orchestrator/runtimes",
         "buffer.store": "exchange/stores",
         "weights.channel": "exchange/channels",
+        "training.backend": "training/backends",
     }
     for path, folder in folders.items():
-        for choice in AVAILABLE[path]:
+        for choice in available()[path]:
             assert (Path(headrace.__file__).parent / folder / f"{choice}.py").is_file(), (path, choice)

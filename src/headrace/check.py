@@ -56,8 +56,7 @@ def check(config: RunConfig, *, out: Callable[[str], None] = print) -> int:
     for line in batch_arithmetic(config):
         out(f"  {line}")
     _check_machine(config, found)
-    if config.rollout.engine.kind != "scripted":
-        _check_model(config, found, out)
+    _check_model(config, found, out)
     _section(out, "Verdict")
     for warning in found.warnings:
         out(f"  warning: {warning}")

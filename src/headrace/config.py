@@ -192,13 +192,20 @@ def resolve(config: RunConfig) -> RunConfig:
 
 # ---------------------------------------------------------------------------------------------------- validating
 
-AVAILABLE: dict[str, tuple[str, ...]] = {
-    "placement": ("sync", "separate"),
-    "runtime": ("local", "processes"),
-    "buffer.store": ("memory",),
-    "weights.channel": ("in_process", "shared_memory"),
-}
-"""Axes of which some choices are designed but not built yet."""
+
+def available() -> dict[str, tuple[str, ...]]:
+    """The axes of which some choices are designed but not built yet, and the choices that are."""
+    from headrace.exchange.channels import AVAILABLE as channels
+    from headrace.exchange.stores import AVAILABLE as stores
+
+    return {
+        "placement": ("sync", "separate"),
+        "runtime": ("local", "processes"),
+        "buffer.store": stores,
+        "weights.channel": channels,
+        "training.backend": ("single_device",),
+    }
+
 
 Only = Literal["rollout", "train"]
 
@@ -209,7 +216,7 @@ def validate(config: RunConfig, *, only: Only | None = None) -> list[str]:
     _check_flow(config)
     _check_ranges(config)
     _check_inputs(config, only)
-    for path, choices in AVAILABLE.items():
+    for path, choices in available().items():
         found = _at(config, path)
         if found not in choices:
             raise ConfigError(path, f'found "{found}", which is not available in this version; use {_or(choices)}')
@@ -332,7 +339,7 @@ def _check_inputs(config: RunConfig, only: Only | None) -> None:
     """What a run cannot start without."""
     if not config.name or "/" in config.name or config.name in (".", ".."):
         raise ConfigError("name", f'found "{config.name}", expected the name of a folder')
-    if not config.model.path and config.rollout.engine.kind != "scripted":
+    if not config.model.path:
         raise ConfigError("model.path", "missing; give a Hugging Face folder of a causal LM, smollm2 or tiny")
     if only != "train" and not config.tasks.source:
         raise ConfigError(
