@@ -87,6 +87,7 @@ class Narrator:
         self.sample = self.describe(report.units[0]) if report.units else ""
         self.recorder.step(report.step, self._row(report))
         self.recorder.samples(report.step, report.units, self.decode)
+        self.display.update(self.status())
 
     async def checkpoint(self, controller: Controller) -> None:
         flow, units = capture(controller.buffer, controller.step)
