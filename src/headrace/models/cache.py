@@ -45,10 +45,10 @@ def cached_folder(name: str, build: Callable[[Path], None], *, on_wait: Callable
 def verify(folder: Path) -> None:
     """Raise ModelError, naming the file and the remedy, unless every file has the bytes it was built with."""
     remedy = f"delete the folder and run again to rebuild it: rm -r '{folder}'"
-    try:
-        files: dict[str, str] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sha256"]
-    except (OSError, ValueError, KeyError, TypeError):
-        raise ModelError(f"{MANIFEST} in the cached model {folder} is missing or damaged; {remedy}") from None
+    files = _read_manifest(folder / MANIFEST)
+    present = {path.name for path in folder.iterdir() if path.name != MANIFEST}
+    if files is None or not present <= files.keys():
+        raise ModelError(f"{MANIFEST} in the cached model {folder} is missing or damaged; {remedy}")
     for name, expected in files.items():
         try:
             found = sha256_of(folder / name)
@@ -58,6 +58,16 @@ def verify(folder: Path) -> None:
             raise ModelError(
                 f"{name} in the cached model {folder} is damaged (sha256 {found[:12]}…, expected {expected[:12]}…); {remedy}"
             )
+
+
+def _read_manifest(path: Path) -> dict[str, str] | None:
+    """File name -> hash, or None for a manifest that cannot be one."""
+    try:
+        files = json.loads(path.read_text(encoding="utf-8"))["sha256"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    whole = isinstance(files, dict) and all(isinstance(found, str) for found in files.values())
+    return files if whole else None
 
 
 def sha256_of(path: Path) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from headrace.errors import DataError
 from headrace.protocols import TaskSource
 from headrace.rollout.config import TasksConfig
-from headrace.rollout.sources.rows import RowSource, Rows
+from headrace.rollout.sources.rows import Rows, RowSource
 
 BUILT_IN = ("sums", "largest")
 KINDS = ("sums", "largest", "jsonl:PATH", "hf:FOLDER", "reasoning_gym:TASK", "pkg.module:object", "file.py:object")
