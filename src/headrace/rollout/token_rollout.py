@@ -7,6 +7,8 @@ ended, or at its timeout if enough are scored; what still runs is then aborted.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -325,7 +327,8 @@ class TokenRollout:
 
 def member_seed(seed: int, index: int, member: int, turn: int) -> int:
     """The sampling seed of one generation: the same however the flow scheduled it, and across a resume."""
-    return int(np.random.SeedSequence([seed, index, member, turn]).generate_state(1, np.uint64)[0] >> 1)
+    digest = hashlib.blake2b(struct.pack("<4q", seed, index, member, turn), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def _reason(failures: dict[int, Any]) -> str:

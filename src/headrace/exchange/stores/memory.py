@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from headrace.errors import ConfigError
-from headrace.types import Unit
+from headrace.types import SamplingParams, Unit
 
 
 class MemoryStore:
@@ -75,8 +75,11 @@ def unit_bytes(value: Any) -> int:
         return value.nbytes
     if isinstance(value, str | bytes):
         return len(value)
+    if isinstance(value, SamplingParams):
+        return 0  # shared by all samples of a run
     if dataclasses.is_dataclass(value):
-        return sum(unit_bytes(getattr(value, field.name)) for field in dataclasses.fields(value))
+        names = getattr(value, "__slots__", None) or [field.name for field in dataclasses.fields(value)]
+        return sum(unit_bytes(getattr(value, name)) for name in names)
     if isinstance(value, dict):
         return sum(unit_bytes(key) + unit_bytes(item) for key, item in value.items())
     if isinstance(value, list | tuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -10,9 +11,12 @@ from headrace.protocols import Turn
 from headrace.rollout.config import TasksConfig
 from headrace.types import Generation, Task
 
+REMEMBERED = 1024
+"""Prompts whose tokens are kept: more than the tasks that a batch has in flight."""
+
 
 class SingleTurn:
-    """One prompt, one answer. Holds no state, so one object may serve any number of episodes.
+    """One prompt, one answer. Holds no state of an episode, so one object may serve any number of them.
 
     A string prompt is tokenised as it stands, with what the tokenizer itself puts *before* raw text (usually a
     begin-of-text token) and nothing after it: a prompt that ends with an end token would ask for nothing. A list of
@@ -28,6 +32,7 @@ class SingleTurn:
         self.config = config
         ends = {*end_token_ids, tokenizer.eos_token_id}
         self.end_token_ids = frozenset(end for end in ends if end is not None)
+        self._rendered: OrderedDict[str, tuple[Task, list[int]]] = OrderedDict()
 
     async def reset(self, task: Task) -> Turn:
         return Turn(prompt_ids=self.render(task))
@@ -39,11 +44,17 @@ class SingleTurn:
         pass
 
     def render(self, task: Task) -> list[int]:
-        """[P] the prompt's token ids."""
+        """[P] the prompt's token ids. Siblings ask for the same task at the same time, so the last ones are remembered."""
+        known = self._rendered.get(task.task_id)
+        if known is not None and known[0] is task:
+            return known[1]
         text, is_chat = self._text(task)
         ids = self._chat_ids(text) if is_chat else self._raw_ids(text)
         if not ids:
             raise DataError(f"task {task.task_id}: the prompt {text!r:.60} has no tokens")
+        self._rendered[task.task_id] = (task, ids)
+        if len(self._rendered) > REMEMBERED:
+            self._rendered.popitem(last=False)
         return ids
 
     def prompt_text(self, task: Task) -> str:
