@@ -147,9 +147,9 @@ def test_changed_bytes_are_refused(channel, size):
     ticket = channel.publish(policy(1, size), 1)
     slot = channel._slots["main"][-1]
     if hasattr(slot, "memory"):
-        slot.memory[:262_144] += 1
+        slot.memory[: (1 << 20)] += 1
     else:
-        end = slot._start + 262_144
+        end = slot._start + (1 << 20)
         slot._map[slot._start : end] = bytes(byte ^ 1 for byte in slot._map[slot._start : end])
     with pytest.raises(PartFailed, match="checksum"):
         channel.read(ticket)
