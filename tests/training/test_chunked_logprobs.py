@@ -46,6 +46,20 @@ def test_values_and_gradients_are_those_of_the_plain_softmax(chunk, extra):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("chunk", [3, 1000])
+def test_a_weights_gradient_can_be_added_in_place(chunk):
+    torch.manual_seed(0)
+    batch = batch_of()
+    hidden, weight = torch.randn(len(batch.token_ids), 6), torch.randn(VOCAB, 6, requires_grad=True)
+    plain, _ = target_logprobs(hidden, Head(weight), logit_rows(batch), chunk=chunk)
+    (right,) = torch.autograd.grad(plain.sum(), weight)
+    into = torch.ones_like(weight)
+    added, _ = target_logprobs(hidden, Head(weight, grad_into=into), logit_rows(batch), chunk=chunk)
+    added.sum().backward()
+    assert weight.grad is None
+    torch.testing.assert_close(into, 1 + right)
+
+
 def test_siblings_first_tokens_share_one_row_of_logits():
     group = group_of([sample_of([5, 6], [7 + i, 8]) for i in range(4)], [0.0, 1.0] * 2)
     ((batch,),) = make_batches([group], [np.ones(4)], TrainingConfig(), max_length=4)
@@ -88,7 +102,7 @@ from headrace.training.logprobs import Head, logit_rows, target_logprobs
 from training.helpers import group_of, sample_of
 from headrace.training.batching import make_batches
 from headrace.training.config import TrainingConfig
-vocab, width, tokens = 49152, 16, 8192
+vocab, width, tokens = 49152, 576, 8192
 rng = np.random.default_rng(0)
 sample = sample_of([5], rng.integers(0, vocab, tokens))
 ((batch,),) = make_batches([group_of([sample], [1.0])], [np.ones(1)], TrainingConfig(), max_length=tokens)
@@ -105,6 +119,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_8192_tokens_of_a_49k_vocabulary_take_less_than_half_a_gigabyte():
     """A whole [tokens, vocab] tensor would be 1.6 GB."""
     paths = [p for p in sys.path if p]

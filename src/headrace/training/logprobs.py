@@ -70,12 +70,16 @@ def logit_rows(batch: TokenBatch, device: torch.device | str = "cpu") -> LogitRo
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """How a model turns hidden states into logits: weight [V, D], bias [V], logits * scale, softcap * tanh(logits / softcap)."""
+    """How a model turns hidden states into logits: weight [V, D], bias [V], logits * scale, softcap * tanh(logits / softcap).
+
+    grad_into: [V, D] where the weight's gradient is added in place, which saves making and adding a tensor of that size
+    """
 
     weight: Tensor
     bias: Tensor | None = None
     softcap: float | None = None
     scale: float = 1.0
+    grad_into: Tensor | None = None
 
 
 def target_logprobs(
@@ -128,7 +132,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
         hidden, weight, bias, kept = ctx.saved_tensors
         head, rows, chunk = ctx.head, ctx.rows, ctx.chunk
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] and len(hidden) > chunk else None
+        grad_weight = head.grad_into
+        if grad_weight is None and len(hidden) > chunk and ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight)
         grad_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
         for start in range(0, len(hidden), chunk):
             end = min(start + chunk, len(hidden))
@@ -161,6 +167,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias += probs.sum(dim=0)
             del probs
+        if head.grad_into is not None:
+            grad_weight = None  # added already
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 

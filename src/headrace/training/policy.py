@@ -42,7 +42,8 @@ class Policy:
 
     def head(self) -> Head:
         layer = self.model.get_output_embeddings()
-        return Head(layer.weight, getattr(layer, "bias", None), self._softcap, self._scale)
+        into = layer.weight.grad if layer.weight.requires_grad else None
+        return Head(layer.weight, getattr(layer, "bias", None), self._softcap, self._scale, into)
 
     def hidden(self, batch: TokenBatch) -> Tensor:
         """[N, D] last hidden states of all input rows."""
