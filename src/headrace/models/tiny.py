@@ -37,11 +37,11 @@ class Recipe:
     mlp_width: int = 384
     context: int = 128
     batch: int = 128
-    lr: float = 1e-3
+    lr: float = 2e-3
     ramp_steps: int = 50
     max_steps: int = 4000
     target: float = 0.40
-    check_every: int = 10
+    check_every: int = 5
 
 
 RECIPE = Recipe()
