@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -19,7 +21,7 @@ import msgspec
 
 from headrace.config import RunConfig, resolve
 from headrace.configbase import config_to_dict
-from headrace.errors import ConfigError, RunError
+from headrace.errors import ConfigError, RunError, TrainingFailed
 from headrace.exchange.buffer import LeaseBuffer
 from headrace.exchange.config import steps_ahead
 from headrace.exchange.interruption import INTERRUPTIONS
@@ -29,7 +31,7 @@ from headrace.exchange.stores import open_store
 from headrace.observability.display import open_display
 from headrace.observability.recorder import RunRecorder
 from headrace.orchestrator.checkpoint import Checkpoints, Restored, restore
-from headrace.orchestrator.controller import Controller, FlowSettings
+from headrace.orchestrator.controller import Controller, FlowSettings, reasons, remedy
 from headrace.orchestrator.dispatcher import Dispatcher, EngineSlot
 from headrace.orchestrator.evaluate import Evaluator
 from headrace.orchestrator.learner import GroupKeeper, TokenLearner
@@ -78,24 +80,33 @@ class Assembly:
         """Build, run, close; run.json says how it went whatever happens."""
         state, error = "failed", ""
         self.controller: Controller | None = None
+        there = set(self.run_dir.iterdir()) if self.run_dir.is_dir() else set()
         try:
             async with AsyncExitStack() as stack:
                 stack.callback(self.display.close)
+                self._listen_for_stop()
                 self.controller = await self._build(stack)
                 self._write_state("running")
-                self._listen_for_stop(self.controller)
                 watching = asyncio.create_task(self.narrator.watch())
                 stack.callback(watching.cancel)
                 state = await self.controller.run()
+                self._hold_to_account(state)
                 await self._closing_words(state)
+        except asyncio.CancelledError:
+            state, error = "stopped", "at once, without a checkpoint"
+            if not self.interrupts:
+                raise
         except Exception as raised:
+            state = "failed"
+            if self.controller is not None and isinstance(raised, RunError):
+                self._say_how_to_go_on(raised)
             error = f"{type(raised).__name__}: {raised}"
             raise
         finally:
             if self.controller is not None:
                 self._write_state(state, error)
-        if self.controller.step == 0 and state == "finished":
-            raise RunError("the run ended after 0 steps: the task source gave nothing to train on")
+            elif not self.resume:
+                self._take_away(there)
         return 130 if state == "stopped" else 0
 
     # --------------------------------------------------------------------------------------------------- building
@@ -151,7 +162,8 @@ class Assembly:
             from headrace.rollout.sources.replay import ReplaySource
 
             assert self.samples is not None
-            return ReplaySource(read_groups(self.samples))
+            self.recorded = ReplaySource(read_groups(self.samples))
+            return self.recorded
         from headrace.rollout.tasks import open_source
 
         return open_source(self.config.tasks, seed=self.config.seed, folder=Path.cwd())
@@ -235,9 +247,7 @@ class Assembly:
         self, dispatcher: Dispatcher, environment: Any, rewarder: Any, tokenizer: Any, incarnation: int
     ) -> Any:
         if self.only == "train":
-            from headrace.rollout.sources.replay import replay
-
-            return replay
+            return self.recorded.rollout
         config = self.config
         function = None
         if config.rollout.function:
@@ -279,10 +289,11 @@ class Assembly:
             resources=Resources(threads=config.training.threads),
         )
         self.backend = backend
-        if restored is not None:
-            await backend.load(str(restored.model_folder))
+        checkpoint = restored.model_folder if restored is not None else None
         if self.only == "rollout":
-            return GroupKeeper(backend, self.run_dir / "groups" / "groups.groups")
+            return GroupKeeper(backend, self.run_dir / "groups" / "groups.groups", checkpoint)
+        if checkpoint is not None:
+            await backend.load(str(checkpoint))
         return TokenLearner(backend, config.training, max_length=max_length)
 
     async def _engines(self, runtime: Runtime, dispatcher: Dispatcher, model: Path, channel: Any) -> Any:
@@ -376,22 +387,60 @@ class Assembly:
 
     # ----------------------------------------------------------------------------------------------- around the run
 
-    def _listen_for_stop(self, controller: Controller) -> None:
-        """The first Ctrl-C finishes the step and writes a checkpoint; the second ends at once."""
+    def _listen_for_stop(self) -> None:
+        """The first Ctrl-C finishes the step and writes a checkpoint; the second ends at once. Before the run has begun
+        there is nothing to finish."""
         loop = asyncio.get_running_loop()
         main = asyncio.current_task()
         assert main is not None
 
         def stop() -> None:
             self.interrupts += 1
-            if self.interrupts == 1:
+            begun = self.controller is not None
+            if begun and self.interrupts == 1:
                 self.display.message("stopping after this step, with a checkpoint; again to stop at once")
-                controller.request_stop()
-            else:
+                self.controller.request_stop()
+            elif self.interrupts <= 1 + begun:
                 main.cancel()
+            else:  # what is being closed does not come to an end
+                self.display.close()
+                os._exit(130)
 
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stop)
+
+    def _hold_to_account(self, state: str) -> None:
+        """Raise what makes a run that came to its end a failed one all the same."""
+        controller = self.controller
+        assert controller is not None
+        if self.narrator.unsaved:
+            raise RunError(self.narrator.unsaved)
+        if controller.step or state != "finished" or not self.config.training.steps:
+            return
+        dropped = controller.ledger.dropped
+        if not dropped:
+            raise RunError("the run ended after 0 steps: the task source gave no tasks")
+        why, _ = dropped.most_common(1)[0]
+        raise RunError(f"the run ended after 0 steps: all units were dropped ({reasons(dropped)}): {remedy(why)}")
+
+    def _say_how_to_go_on(self, error: RunError) -> None:
+        """Add to the error's line what the run's folder allows."""
+        step = Checkpoints(self.run_dir, self.config.checkpoint.keep).newest_step()
+        if step is not None:
+            how = f"go on from step {step} with: headrace run --resume {self.run_dir}"
+        elif isinstance(error, TrainingFailed) or self.narrator.unsaved:
+            how = "there is no checkpoint for --resume (see checkpoint.every_steps), start anew with another --name"
+        else:
+            return
+        error.args = (f"{error}; {how}", *error.args[1:])
+
+    def _take_away(self, there: set[Path]) -> None:
+        """Leave a folder in which nothing began as it was, so that the next try may use it."""
+        for path in set(self.run_dir.iterdir()) - there if self.run_dir.is_dir() else ():
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
 
     def _write_state(self, state: str, error: str = "") -> None:
         controller = self.controller
@@ -410,10 +459,15 @@ class Assembly:
                 "in_flight": len(ledger.in_flight),
             },
             "error": error,
+            "only": self.only,
+            "samples": str(self.samples.resolve()) if self.samples else None,
         }
         new = self.run_dir / ".run.json.new"
-        new.write_text(json.dumps(content, indent=1), encoding="utf-8")
-        new.replace(self.run_dir / "run.json")
+        try:
+            new.write_text(json.dumps(content, indent=1), encoding="utf-8")
+            new.replace(self.run_dir / "run.json")
+        except OSError as problem:
+            self.display.message(f"run.json could not be written: {problem.strerror}")
 
     async def _closing_words(self, state: str) -> None:
         for problem in self.narrator.recorder.problems:

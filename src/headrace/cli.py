@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from headrace.errors import ConfigError, RunDirError, RunError, UserError
+from headrace.errors import ConfigError, HeadraceError, PartFailed, RunDirError, RunError, UserError
 
 app = typer.Typer(
     name="headrace",
@@ -21,6 +22,7 @@ app = typer.Typer(
 )
 
 CONFIG_FILE = "config.toml"
+INTERRUPTED = 130
 
 
 class Only(StrEnum):
@@ -67,7 +69,8 @@ def run(
     shown = display.value if display else None
     part = only.value if only else None
     if resume is not None:
-        folder, loaded = open_run_dir(resume, words)
+        part, samples = recorded_part(resume)
+        folder, loaded = open_run_dir(resume, words, only=part)
         code = _run(loaded, folder, only=part, resume=True, display=shown, samples=samples)
     else:
         loaded = _load(words[0], words[1:] + ([f'name="{name}"'] if name else []), only=part)
@@ -134,15 +137,22 @@ def _load(source: str, overrides: list[str], *, only: str | None = None, warn: b
 
 def _run(config, run_dir: Path, *, only: str | None, resume: bool, display: str | None, samples: Path | None) -> int:
     """Start it; a folder in which nothing happened yet is taken away again when the user has something to mend."""
+    code = INTERRUPTED
     try:
         from headrace.assemble import run as start
 
-        return start(config, run_dir, only=only, resume=resume, display=display, samples=samples)
-    except UserError:
-        if not resume and [file.name for file in run_dir.iterdir()] == [CONFIG_FILE]:
+        code = start(config, run_dir, only=only, resume=resume, display=display, samples=samples)
+        return code
+    except KeyboardInterrupt:
+        return code
+    except RunError:
+        code = 1
+        raise
+    finally:
+        begun = code in (0, 1) or [file.name for file in run_dir.iterdir()] != [CONFIG_FILE]
+        if not resume and not begun:
             (run_dir / CONFIG_FILE).unlink()
             run_dir.rmdir()
-        raise
 
 
 def make_run_dir(run_dir: Path, config) -> Path:
@@ -166,30 +176,48 @@ def make_run_dir(run_dir: Path, config) -> Path:
     return run_dir
 
 
-def open_run_dir(run_dir: Path, overrides: list[str]):
+def recorded_part(run_dir: Path) -> tuple[str | None, Path | None]:
+    """What of the flow a run was started with (`--only`), and its samples."""
+    try:
+        recorded = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None, None
+    samples = Path(recorded["samples"]) if recorded.get("samples") else None
+    if samples is not None and not samples.exists():
+        raise RunDirError(f"--resume: the run's samples, {samples}, are not there any more")
+    return recorded.get("only"), samples
+
+
+def open_run_dir(run_dir: Path, overrides: list[str], *, only: str | None = None):
     """The folder and config of a run to go on with."""
     if not run_dir.is_dir():
         raise RunDirError(f"--resume: {run_dir} is no folder; give a run's folder, as in runs/quickstart")
     if not (run_dir / CONFIG_FILE).is_file():
         raise RunDirError(f"--resume: {run_dir} has no {CONFIG_FILE}, so it is not a run's folder")
     try:
-        return run_dir, _load(str(run_dir / CONFIG_FILE), overrides)
+        return run_dir, _load(str(run_dir / CONFIG_FILE), overrides, only=only)
     except ConfigError as error:
         raise RunDirError(f"--resume: the run's {CONFIG_FILE} cannot be used: {error}") from None
 
 
 def main() -> None:
-    """Exit code 0: done; 1: the run could not go on; 2: something for the user to mend."""
+    """Exit code 0: done; 1: the run could not go on; 2: something for the user to mend; 130: interrupted."""
     try:
         app()
     except UserError as error:
         _fail(error, 2)
-    except RunError as error:
+    except HeadraceError as error:
         _fail(error, 1)
 
 
 def _fail(error: Exception, code: int) -> None:
-    line = " ".join(str(error).split()) if isinstance(error, UserError) else str(error)
+    match error:
+        case UserError():
+            line = " ".join(str(error).split())
+        case PartFailed():  # below its first line is the traceback of another process
+            line = str(error).partition("\n")[0]
+        case _:
+            line = str(error)
     print(f"headrace: {line}", file=sys.stderr)
     sys.exit(code)
 

@@ -66,6 +66,8 @@ class LeaseBuffer:
         """Leases of an earlier incarnation that were running: they keep their index, so their samples repeat."""
         self.ready: dict[str, Lease] = {}
         """Leases whose unit lies in the store, in the order of their put."""
+        self.wanted: int | None = None
+        """Units that the trainer will still take; what is admitted beyond them would be sampled for nothing."""
         self.changed = Signal()
         self.closed = False
         self._source_ended = False
@@ -74,7 +76,11 @@ class LeaseBuffer:
 
     def room(self) -> int:
         running = self.ledger.count("admitted")
-        return self.capacity.room(running=running, held=len(self.ledger.in_flight))
+        room = self.capacity.room(running=running, held=len(self.ledger.in_flight))
+        if self.wanted is None:
+            return room
+        coming = self.ledger.count("admitted", "ready", "taken")
+        return max(0, min(room, self.wanted + self.capacity.oversample - coming))
 
     async def admit(self) -> Lease:
         """Wait for room, then pick the task. Raises `BufferClosed` once nothing more can be admitted."""
@@ -141,6 +147,12 @@ class LeaseBuffer:
         self.ledger.move(lease, "taken")
         del self.ready[lease.lease_id]
         return self.store.read(lease.lease_id)
+
+    def untake(self, lease: Lease) -> None:
+        """Put a taken unit back to the ready ones: its batch never came together."""
+        self.ledger.move(lease, "ready")
+        self.ready[lease.lease_id] = lease
+        self.changed.fire()
 
     def _evict_stale(self) -> None:
         if self.max_version_lag is None:

@@ -3,7 +3,7 @@
 States and legal steps (a lease ends exactly once, by `settle`)::
 
     admitted ──put──▶ ready ──take──▶ taken ──train──▶ trained ──settle──▶ settled("trained")
-       │                │                │
+       │                │  ◀─untake──    │
        └── dropped or recycled ──────────┘            (cancelling is legal only before `taken`)
 
 Law 1: submitted = trained + dropped (by reason) + in flight, where in flight is *counted* by asking the parts.
@@ -23,7 +23,7 @@ RECYCLED = "recycled"
 _LEGAL = {
     "admitted": {"ready", "settled"},
     "ready": {"taken", "settled"},
-    "taken": {"trained", "settled"},
+    "taken": {"trained", "ready", "settled"},
     "trained": {"settled"},
     "settled": set(),
 }

@@ -23,11 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.errors import RunDirError
+from headrace.errors import RunDirError, RunError
 from headrace.exchange.buffer import LeaseBuffer
 from headrace.exchange.codec import decode_group, decode_task, encode
 from headrace.exchange.staleness import VersionLine
 from headrace.protocols import Lease
+from headrace.training.checkpoint_folder import verify_folder
 from headrace.types import Group
 
 MANIFEST = "manifest.json"
@@ -57,7 +58,13 @@ class Checkpoints:
 
     def write_version(self, version: int) -> None:
         """Make the number durable, before an engine sees it: a restored run never gives it to other weights."""
-        _write_atomically(self.run_folder / "version.json", json.dumps({"highest": version}).encode())
+        path = self.run_folder / "version.json"
+        try:
+            _write_atomically(path, json.dumps({"highest": version}).encode())
+        except OSError as error:
+            raise RunError(
+                f"{path} cannot be written ({error.strerror}); it has to be, before an engine may run version {version}"
+            ) from None
 
     async def save(
         self, step: int, flow: dict[str, Any], units: list[Group], save_model: Callable[[Path], Awaitable[None]]
@@ -73,9 +80,13 @@ class Checkpoints:
             for number, unit in enumerate(units):
                 _write(building / "units" / f"{number}.unit", encode(unit))
             _write(building / MANIFEST, json.dumps(_hashes(building)).encode())
-            shutil.rmtree(final, ignore_errors=True)
+            replaced = self.folder / f".{final.name}.old"
+            shutil.rmtree(replaced, ignore_errors=True)
+            if final.exists():
+                final.rename(replaced)
             building.rename(final)
             _sync_folder(self.folder)
+            shutil.rmtree(replaced, ignore_errors=True)
         except BaseException:
             shutil.rmtree(building, ignore_errors=True)
             raise
@@ -92,19 +103,41 @@ class Checkpoints:
     # ----------------------------------------------------------------------------------------------------- reading
 
     def latest(self, tell: Callable[[str], None]) -> Restored:
-        """The newest checkpoint that is whole; a damaged one is named and passed over. Raises `RunDirError` for none."""
-        problems = []
+        """The newest checkpoint that is whole; a damaged one is named, passed over and renamed, so that it never stands
+        among the newest. Raises `RunDirError` for none."""
+        self._tidy()
+        problems, damaged = [], []
         for folder in reversed(self._all()):
             problem = _damage(folder)
             if problem is None:
+                for other in damaged:
+                    aside = other.with_name(f"damaged_{other.name}")
+                    shutil.rmtree(aside, ignore_errors=True)
+                    other.rename(aside)
                 flow = json.loads((folder / "flow.json").read_bytes())
                 return Restored(folder, int(flow["step"]), flow)
             problems.append(f"{folder.name}: {problem}")
+            damaged.append(folder)
             tell(f"checkpoint {folder.name} is passed over: {problem}")
         found = "; ".join(problems) or "there is none"
         raise RunDirError(
             f"{self.run_folder}: no checkpoint to go on from ({found}); start the run anew with another --name"
         )
+
+    def newest_step(self) -> int | None:
+        """The step of the newest checkpoint, unread."""
+        return max((int(folder.name.removeprefix(PREFIX)) for folder in self._all()), default=None)
+
+    def _tidy(self) -> None:
+        """What a killed writer left: half-written folders go, one that was being replaced comes back."""
+        for folder in self.folder.glob(f".{PREFIX}*.new"):
+            shutil.rmtree(folder, ignore_errors=True)
+        for folder in self.folder.glob(f".{PREFIX}*.old"):
+            final = folder.with_name(folder.name[1:].removesuffix(".old"))
+            if final.exists():
+                shutil.rmtree(folder, ignore_errors=True)
+            else:
+                folder.rename(final)
 
     def highest_version(self, at_least: int) -> int:
         try:
@@ -174,7 +207,7 @@ def _index(entry: dict[str, Any]) -> int:
 
 
 def _damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, if anything. The model's own files are checked when the trainer loads them."""
+    """What is wrong with a checkpoint, if anything."""
     try:
         expected = json.loads((folder / MANIFEST).read_bytes())
     except FileNotFoundError:
@@ -185,6 +218,11 @@ def _damage(folder: Path) -> str | None:
     for name, digest in expected.items():
         if found.get(name) != digest:
             return f"{name} is {'missing' if name not in found else 'not what was written'}"
+    if (folder / "model" / MANIFEST).is_file():
+        try:
+            verify_folder(str(folder / "model"))
+        except RunDirError as error:
+            return str(error)
     return None
 
 

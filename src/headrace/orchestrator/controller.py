@@ -11,7 +11,7 @@ that was trained on is live, so that generation and training alternate.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -113,6 +113,7 @@ class Controller:
         self.spawn_engine = spawn_engine
         self.ledger, self.versions = buffer.ledger, buffer.versions
         self.step = step
+        buffer.wanted = self._wanted()
         self.state = "starting"
         self.waits: dict[str, str] = {}
         self.producing: dict[str, tuple[Lease, asyncio.Task[None]]] = {}
@@ -221,13 +222,13 @@ class Controller:
             self._event("recycled", lease.lease_id)
             self.buffer.settle(lease, RECYCLED, recycled.remainder)
         except RolloutDropped as dropped:
-            self._tell_once(f"dropped ({dropped.reason}): {dropped.detail}" if dropped.detail else dropped.reason)
+            self._tell_once(f"dropped ({dropped.reason}): {dropped.detail or lease.task.task_id}")
             self.buffer.settle(lease, dropped.reason)
         except RunError:
             self.buffer.settle(lease, "failed")
             raise
         except Exception as error:
-            self._tell_once(f"a rollout raised {type(error).__name__}: {error}")
+            self._tell_once(f"a rollout raised {type(error).__name__}: {first_line(error)}")
             self.buffer.settle(lease, "error")
         finally:
             self.producing.pop(lease.lease_id, None)
@@ -251,6 +252,7 @@ class Controller:
             trained = loop.time()
             self.step += 1
             self.buffer.mark_trained(leases)
+            self.buffer.wanted = self._wanted()
             self.not_live.extend(leases)
             waited = await self._after_update()
             report = StepReport(
@@ -272,6 +274,10 @@ class Controller:
             self.observer.step(report)
             await self._at_intervals()
         self.waits["trainer"] = "has ended"
+
+    def _wanted(self) -> int:
+        """Units that the steps to come will take."""
+        return max(0, self.settings.steps - self.step) * self.settings.batch
 
     async def _after_update(self) -> float:
         """Number the new weights and send them off; the seconds spent waiting for the sync before."""
@@ -311,7 +317,7 @@ class Controller:
                 break
         if self._stop.is_set() and len(batch) < self.settings.batch:
             for lease, _ in batch:
-                self.buffer.settle(lease, "end")
+                self.buffer.untake(lease)  # so that the checkpoint has it
             return []
         return sorted(batch, key=lambda pair: pair[0].index)
 
@@ -363,6 +369,7 @@ class Controller:
 
     def _on_fenced(self, slot: EngineSlot, reason: str) -> None:
         self._event("fenced", slot.name)
+        reason = reason.partition("\n")[0]
         self.observer.message(f"{slot.name} is given up: {reason}")
         self._spawn(f"kill {slot.name} {self.restarts_left}", slot.proxy.kill())
         if self.spawn_engine is not None and self.restarts_left > 0:
@@ -380,12 +387,12 @@ class Controller:
             self._event("joined", name, slot.version)
             self.observer.message(f"{name} is replaced and runs version {slot.version}")
         except PartFailed as error:
-            self.observer.message(f"{name} could not be replaced: {error}")
+            self.observer.message(f"{name} could not be replaced: {first_line(error)}")
             if self.restarts_left > 0:
                 self.restarts_left -= 1
                 self._spawn(f"replace {name} {self.restarts_left}", self._replace(name))
             elif not self.dispatcher.live():
-                self._fail(NoEngines(f"no engine is left: {error}"))
+                self._fail(NoEngines(f"no engine is left: {first_line(error)}"))
         finally:
             self.joining -= 1
 
@@ -437,14 +444,12 @@ class Controller:
         if lost >= self.settings.max_dropped and self.state == "running":
             why, _ = since.most_common(1)[0]
             self._fail(
-                Starved(
-                    f"{lost} units were dropped since the last trained one ({dict(since)}): {REMEDIES.get(why, REMEDIES['error'])}"
-                )
+                Starved(f"{lost} units were dropped since the last trained one ({reasons(since)}): {remedy(why)}")
             )
 
     def _tell_once(self, text: str) -> None:
         """A failure that may repeat a thousand times is told once."""
-        key = text[:60]
+        key = "".join(letter for letter in text if not letter.isdigit())[:120]
         if key not in self._told_errors:
             self._told_errors.add(key)
             self.observer.message(text)
@@ -455,9 +460,9 @@ class Controller:
         try:
             return await call
         except WorkerDied as error:
-            raise TrainingFailed(
-                f"the trainer is gone: {error}; go on from the last checkpoint with --resume"
-            ) from None
+            raise TrainingFailed(f"the trainer is gone: {error}") from None
+        except PartFailed as error:
+            raise TrainingFailed(f"the trainer failed: {first_line(error)}") from error
 
     def _spawn(self, name: str, work: Any) -> None:
         task = asyncio.ensure_future(work)
@@ -517,3 +522,16 @@ REMEDIES = {
     "error": "read the messages above",
 }
 """Drop reason -> what to change."""
+
+
+def remedy(reason: str) -> str:
+    return REMEDIES.get(reason, REMEDIES["error"])
+
+
+def reasons(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in counts.items())
+
+
+def first_line(error: BaseException) -> str:
+    """An error from another process carries its traceback below the first line."""
+    return str(error).partition("\n")[0]

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from headrace.errors import PartFailed
-from headrace.protocols import RewardRequest, Rewarder, TextEngine
+from headrace.protocols import Rewarder, RewardRequest, TextEngine
 from headrace.rollout.token_rollout import TextEnvironment, member_seed
 from headrace.types import GenerateRequest, Generation, RequestKey, SamplingParams, Task
 

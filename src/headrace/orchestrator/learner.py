@@ -6,6 +6,7 @@ sum of its micro-batches' gradients and one optimiser step.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,8 @@ from headrace.training.batching import annotations_needed, filter_zero_variance,
 from headrace.training.config import TrainingConfig
 from headrace.training.metrics import batch_metrics
 from headrace.types import Group, Metrics, Stat, WeightTicket, merge_metrics
+
+KEEPER_FILE = "written.json"
 
 
 class Learner(Protocol):
@@ -71,12 +74,19 @@ class TokenLearner:
 
 
 class GroupKeeper:
-    """Writes groups to a file in place of training on them (`--only rollout`)."""
+    """Writes groups to a file in place of training on them (`--only rollout`).
+
+    checkpoint: the model folder of a checkpoint to go on from; what was written after it will be written again
+    """
 
     updates_weights = False
 
-    def __init__(self, publisher: Any, path: Path) -> None:
-        self.publisher, self.writer = publisher, GroupWriter(path)
+    def __init__(self, publisher: Any, path: Path, checkpoint: Path | None = None) -> None:
+        if checkpoint is not None:
+            size = int(json.loads((checkpoint / KEEPER_FILE).read_bytes())["bytes"])
+            with path.open("r+b") as file:
+                file.truncate(size)
+        self.publisher, self.path, self.writer = publisher, path, GroupWriter(path)
 
     def unwanted(self, units: Sequence[Group]) -> list[bool]:
         return [False] * len(units)
@@ -91,4 +101,5 @@ class GroupKeeper:
         return await self.publisher.publish(version)
 
     async def save(self, folder: Path) -> None:
-        self.writer.close()
+        folder.mkdir()
+        (folder / KEEPER_FILE).write_text(json.dumps({"bytes": self.path.stat().st_size}), encoding="utf-8")

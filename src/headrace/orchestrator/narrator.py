@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import Awaitable, Callable
@@ -14,13 +15,14 @@ from headrace.observability.display import Display
 from headrace.observability.metrics import DropTally, lag_metrics, unit_lengths
 from headrace.observability.recorder import RunRecorder
 from headrace.orchestrator.checkpoint import Checkpoints, capture
-from headrace.orchestrator.controller import Controller, StepReport
+from headrace.orchestrator.controller import Controller, StepReport, first_line
 from headrace.protocols import Lease
 from headrace.types import EngineStats, Event, FlowStatus, Group, Stat, Unit
 
 STATUS_S = 0.25
 STATS_S = 1.0
 SAMPLE_LETTERS = 160
+FLAT_STEPS = 5
 
 
 class Narrator:
@@ -48,6 +50,9 @@ class Narrator:
         self.samples = 0
         self.tokens = 0
         self.sample = ""
+        self.unsaved = ""
+        """What became of the last checkpoint, if it could not be written."""
+        self._flat_steps = 0
         self.last: StepReport | None = None
         self._recent: list[tuple[float, int, int]] = []
         self._engine_before: dict[str, EngineStats] = {}
@@ -68,8 +73,7 @@ class Narrator:
 
     def message(self, text: str) -> None:
         self.display.message(text)
-        with (self.run_folder / "messages.txt").open("a", encoding="utf-8") as file:
-            file.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+        self._append("messages.txt", f"{time.strftime('%H:%M:%S')} {text}")
 
     def dropped(self, lease: Lease, reason: str, unit: Unit | None) -> None:
         self.tally.dropped(reason, unit_lengths(unit) if isinstance(unit, Group) else ())
@@ -87,19 +91,34 @@ class Narrator:
         self.sample = self.describe(report.units[0]) if report.units else ""
         self.recorder.step(report.step, self._row(report))
         self.recorder.samples(report.step, report.units, self.decode)
+        self._watch_for_flat_rewards(report)
         self.display.update(self.status())
+
+    def _watch_for_flat_rewards(self, report: StepReport) -> None:
+        """Groups whose scores are all equal teach nothing; a run of nothing else is told once."""
+        share = report.metrics.get("group/zero_variance_share")
+        self._flat_steps = self._flat_steps + 1 if share is not None and share.mean >= 1.0 else 0
+        if self._flat_steps == FLAT_STEPS:
+            self.message(
+                f"all scores of each group were equal for {FLAT_STEPS} steps, so nothing is learned: "
+                "mend the reward, or choose tasks of another difficulty"
+            )
+
+    def _append(self, name: str, line: str) -> None:
+        """A line more in a file beside the run; a full disk does not end the run."""
+        with contextlib.suppress(OSError), (self.run_folder / name).open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
 
     async def checkpoint(self, controller: Controller) -> None:
         flow, units = capture(controller.buffer, controller.step)
         flow["tally"] = self.tally.state()
         try:
             folder = await self.checkpoints.save(controller.step, flow, units, controller.learner.save)
-        except OSError as error:
-            self.message(f"the checkpoint of step {controller.step} could not be written ({error}); earlier ones stay")
+        except (OSError, PartFailed) as error:
+            self.unsaved = f"the checkpoint of step {controller.step} could not be written ({first_line(error)})"
+            self.message(f"{self.unsaved}; earlier ones stay")
             return
-        except PartFailed as error:
-            self.message(f"the checkpoint of step {controller.step} could not be written ({error}); earlier ones stay")
-            return
+        self.unsaved = ""
         self.message(f"checkpoint {folder.relative_to(self.run_folder)}")
 
     async def evaluate(self, step: int) -> None:
@@ -109,8 +128,7 @@ class Narrator:
         result = await self.evaluator()
         self.evaluation_s += time.monotonic() - started
         row = {"step": step, **result}
-        with (self.run_folder / "evaluation.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        self._append("evaluation.jsonl", json.dumps(row))
         figures = ", ".join(f"{name} {value:.1%}" for name, value in result.items() if name != "count")
         self.message(f"held-out after {step} steps, {result.get('count', 0):.0f} tasks: {figures}")
 

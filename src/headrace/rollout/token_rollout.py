@@ -152,8 +152,11 @@ class TokenRollout:
             raise RolloutRecycled(GroupRemainder(done))
         scored = {index: progress for index, progress in sorted(done.items()) if progress.score is not None}
         if len(scored) < self.min_complete:
-            reason = _reason(failures) if failures else "timeout"
-            raise RolloutDropped(reason, f"{len(scored)} of {self.group.size} members of {lease.lease_id} ended")
+            ended = f"{len(scored)} of {self.group.size} members of {lease.lease_id} ended"
+            if not failures:
+                raise RolloutDropped("timeout", f"{ended} within {self.group.timeout_s:g} s")
+            first = failures[min(failures)]
+            raise RolloutDropped(_reason(first), f"{_detail(first)}; {ended}")
         return await self._close(lease, scored)
 
     async def _collect(
@@ -331,7 +334,10 @@ def member_seed(seed: int, index: int, member: int, turn: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def _reason(failures: dict[int, Any]) -> str:
-    """One drop reason for a group whose members failed: the first member's."""
-    first = failures[min(failures)]
-    return first.reason if isinstance(first, RolloutDropped) else "failed"
+def _reason(failure: Exception) -> str:
+    return failure.reason if isinstance(failure, RolloutDropped) else "failed"
+
+
+def _detail(failure: Exception) -> str:
+    """What happened, in a line: an error from another process carries its traceback below the first."""
+    return (getattr(failure, "detail", "") or str(failure)).partition("\n")[0]

@@ -8,6 +8,9 @@ from typing import Any
 from headrace.protocols import Lease
 from headrace.types import Group, Task
 
+PLACE = "headrace_replay"
+"""Payload key: which of the groups a task stands for."""
+
 
 class ReplaySource:
     """The groups of a reader, once and in their order; `groups` yields `Group`s."""
@@ -21,7 +24,8 @@ class ReplaySource:
             return None
         group = self._groups[self._position]
         self._position += 1
-        return replace(group.task, payload={**group.task.payload, "group": group})
+        # The place, not the group: a checkpoint keeps the tasks that are under way.
+        return replace(group.task, payload={**group.task.payload, PLACE: self._position - 1})
 
     def give_back(self, task: Task, reason: str) -> None:
         """Nothing to keep: the file still has it."""
@@ -32,7 +36,6 @@ class ReplaySource:
     def restore(self, state: dict[str, Any]) -> None:
         self._position = int(state["position"])
 
-
-async def replay(lease: Lease) -> Group:
-    """The recorded group under the new lease's id."""
-    return replace(lease.task.payload["group"], group_id=lease.lease_id)
+    async def rollout(self, lease: Lease) -> Group:
+        """The recorded group under the new lease's id."""
+        return replace(self._groups[lease.task.payload[PLACE]], group_id=lease.lease_id)
