@@ -10,9 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.rollout.engines.sampling import Draw, sample
+from headrace.rollout.engines.sampling import Draw
+from headrace.rollout.engines.sampling import sample as sample_in_place
 from headrace.rollout.engines.sequences import counter_uniform
 from headrace.types import SamplingParams
+
+
+def sample(logits, draws):
+    return sample_in_place(logits.clone(), draws)
+
 
 ALMOST_ONE = 1.0 - 2.0**-53
 

@@ -71,8 +71,9 @@ class KeyValues:
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """keys, values: [N, kv_heads, head_dim]"""
         if layer not in self.keys:
-            self.keys[layer] = keys.new_zeros(self.slots, *keys.shape[1:])
-            self.values[layer] = values.new_zeros(self.slots, *values.shape[1:])
+            # Not cleared: a slot is read only after it was written, and untouched memory costs nothing.
+            self.keys[layer] = keys.new_empty(self.slots, *keys.shape[1:])
+            self.values[layer] = values.new_empty(self.slots, *values.shape[1:])
         self.keys[layer].index_copy_(0, slots, keys)
         self.values[layer].index_copy_(0, slots, values)
 

@@ -152,8 +152,12 @@ class NativeCore(Core):
         longest = max(one.kv_length + 1 for one in decoding)
         blocks = -(-longest // self.block_size)
         table = torch.tensor([(one.blocks + [0] * blocks)[:blocks] for one in decoding])
-        places = table[:, :, None] * self.block_size + torch.arange(self.block_size)
-        return places.view(len(decoding), -1)[:, :longest]
+        slots = (table[:, :, None] * self.block_size + torch.arange(self.block_size)).view(len(decoding), -1)[
+            :, :longest
+        ]
+        lengths = torch.tensor([one.kv_length + 1 for one in decoding])
+        # Padding points at a slot that has been written: what memory holds before that may be anything, NaN too.
+        return torch.where(torch.arange(longest) < lengths[:, None], slots, slots[:, :1])
 
     def sample(self, logits: Any, draws: list[Draw]) -> list[Drawn | None]:
         if not self.fixed:
