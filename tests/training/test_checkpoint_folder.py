@@ -16,6 +16,7 @@ def fill(text):
 
 def test_what_is_written_verifies_and_replaces_the_old(tmp_path):
     target = tmp_path / "step-1"
+    (tmp_path / ".step-1.writing-999999").mkdir()  # its writer was killed
     write_folder(str(target), fill("one"))
     write_folder(str(target), fill("two"))
     assert set(verify_folder(str(target))) == {"weights.safetensors", "config.json"}

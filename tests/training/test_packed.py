@@ -62,6 +62,13 @@ def test_large_trees_are_cut_by_segment_and_stay_equal(tmp_path, family, monkeyp
     assert worst < 3e-5 and gradient < 1e-5
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3"])
+def test_one_sample_alone_needs_no_mask(tmp_path, family):
+    groups = [random_group(np.random.default_rng(0), "g", size=1, prompt=9, longest=9)]
+    worst, gradient = compare(save_tiny(tmp_path, family), groups, TrainingConfig())
+    assert worst < 3e-5 and gradient < 1e-5
+
+
 def test_gradient_checkpointing_changes_nothing(tmp_path):
     rng = np.random.default_rng(0)
     groups = [random_group(rng, "g", prompt=5)]

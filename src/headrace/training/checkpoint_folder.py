@@ -37,7 +37,8 @@ def write_folder(folder: str, fill: Callable[[Path], None]) -> None:
     target = Path(folder)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.writing-{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
+    for leftover in target.parent.glob(f".{target.name}.writing-*"):  # of a writer that was killed
+        shutil.rmtree(leftover, ignore_errors=True)
     temporary.mkdir()
     try:
         fill(temporary)

@@ -24,12 +24,13 @@ PADDING_SLACK = 1.3
 class _Bucket:
     """b blocks of attention, padded to Q queries and K keys each.
 
-    query_rows [b*Q], key_rows [b*K]: input rows; allowed [b, Q, K]; query_positions [b, Q], key_positions [b, K]
+    query_rows [b*Q], key_rows [b*K]: input rows; query_positions [b, Q], key_positions [b, K]
+    allowed: [b, Q, K], None for one plain causal sequence
     """
 
     query_rows: Tensor
     key_rows: Tensor
-    allowed: Tensor
+    allowed: Tensor | None
     query_positions: Tensor
     key_positions: Tensor
     shape: tuple[int, int, int]
@@ -39,6 +40,8 @@ class _Bucket:
         """[b, 1, Q, K] added to the scores. A window counts positions, so it is the one of the unpacked sequence."""
         if (window, dtype) not in self.masks:
             allowed = self.allowed
+            if allowed is None:
+                allowed = self.key_positions[:, None, :] <= self.query_positions[:, :, None]
             if window is not None:
                 near = self.key_positions[:, None, :] > self.query_positions[:, :, None] - window
                 allowed = allowed & near
@@ -129,6 +132,11 @@ def _bucket(
     device: torch.device | str,
 ) -> _Bucket:
     b, q, k = len(blocks), max(len(x.queries) for x in blocks), max(len(x.keys) for x in blocks)
+    to = lambda array: torch.from_numpy(np.ascontiguousarray(array)).to(device)  # noqa: E731
+    first = blocks[0]
+    if b == 1 and len(set(first.key_segments.tolist())) == 1 and q == k:
+        rows, at = to(first.queries), to(positions[first.queries][None])
+        return _Bucket(rows, rows, None, at, at, (1, q, k))
     queries, keys = np.zeros((b, q), dtype=np.int64), np.zeros((b, k), dtype=np.int64)
     allowed = np.zeros((b, q, k), dtype=bool)
     for i, block in enumerate(blocks):
@@ -146,7 +154,6 @@ def _bucket(
     query_positions = positions[queries].copy()
     for i, block in enumerate(blocks):
         query_positions[i, len(block.queries) :] = key_positions[i, 0]
-    to = lambda array: torch.from_numpy(np.ascontiguousarray(array)).to(device)  # noqa: E731
     return _Bucket(
         to(queries.reshape(-1)), to(keys.reshape(-1)), to(allowed), to(query_positions), to(key_positions), (b, q, k)
     )
@@ -175,10 +182,13 @@ def attend(
         q = _gather(query, bucket.query_rows, b, n_queries, query.shape[1])
         k = _gather(key, bucket.key_rows, b, n_keys, query.shape[1])
         v = _gather(value, bucket.key_rows, b, n_keys, query.shape[1])
-        mask = bucket.mask(sliding_window, q.dtype)
-        if softcap is None:
+        if bucket.allowed is None and sliding_window is None and softcap is None:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling)
+        elif softcap is None:
+            mask = bucket.mask(sliding_window, q.dtype)
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
         else:
+            mask = bucket.mask(sliding_window, q.dtype)
             scores = softcap * torch.tanh(q @ k.transpose(2, 3) * (scaling / softcap)) + mask
             out = torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype) @ v
         outputs.append(out.transpose(1, 2).reshape(b * n_queries, query.shape[1], -1))
