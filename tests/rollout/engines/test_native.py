@@ -465,3 +465,41 @@ async def test_forced_weights_do_force():
     got = await engine.generate(ask(prompt_of(5), **endless(6)))
     assert got.token_ids.tolist() == [42] * 6
     await engine.close()
+
+
+# ------------------------------------------------------------------------------------------------------------ packing
+
+
+def test_a_packed_product_is_the_plain_one():
+    from headrace.rollout.engines.native.linear import Linear
+
+    torch.manual_seed(0)
+    weight, bias = torch.randn(4096, 320) / 18, torch.randn(4096)
+    packed, plain = Linear(weight, bias), Linear(weight, bias, pack=False)
+    for rows in (1, 2, 3, 8, 64, 200):
+        x = torch.randn(rows, 320)
+        torch.testing.assert_close(packed(x), plain(x), atol=2e-5, rtol=1e-5)
+
+
+def test_small_weights_and_other_types_are_not_packed():
+    from headrace.rollout.engines.native.linear import Linear
+
+    assert Linear(torch.randn(64, 64)).packed is None
+    assert Linear(torch.zeros(4096, 320, dtype=torch.bfloat16)).packed is None
+
+
+async def test_an_engine_with_packed_weights_agrees_with_a_plain_forward_pass(monkeypatch):
+    from headrace.rollout.engines.native import linear
+
+    if not linear.can_pack():
+        pytest.skip("this build of torch has no packed linear")
+    monkeypatch.setattr(linear, "_WORTH_PACKING", 1)
+    channel = InProcessChannel()
+    engine = build_engine(channel=channel)
+    assert engine.core.weights.layers[0].gate_up.packed is not None
+    for version, model in ((1, build_model("llama", seed=9)), (2, reference())):
+        await engine.commit(publish(channel, model, version))
+        requests = [ask(prompt_of(n, n), f"p{n}.{version}", max_tokens=16) for n in (2, 9, 30)]
+        for request, got in zip(requests, await run(engine, requests), strict=True):
+            np.testing.assert_allclose(got.logprobs, plain_logprobs(model, request, got), atol=1e-4)
+    await engine.close()

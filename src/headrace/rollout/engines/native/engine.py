@@ -39,17 +39,18 @@ def build_native(
     if threads:
         torch.set_num_threads(threads)
     facts = read_facts(model_folder, engine.context_length)
-    weights, builder = _weights(model_folder, dtype, facts.context_length)
+    weights, builder = _weights(model_folder, dtype, facts.context_length, pack=not engine.deterministic)
     core = NativeCore(context, facts, weights, builder, channel, kv_on_swap, engine)
     return NativeEngine(core, inline=inline, threads=threads)
 
 
 @torch.inference_mode()
-def _weights(folder: str, dtype: str, context_length: int) -> tuple[Any, Any]:
-    """The folder's weights, and the function that builds others of the same model."""
+def _weights(folder: str, dtype: str, context_length: int, pack: bool) -> tuple[Any, Any]:
+    """The folder's weights, and the function that builds others of the same model. A packed product may sum in another
+    order for another number of rows, so fixed shapes go without."""
     if llama.fits(read_config(folder)):
         model = load_model(folder, dtype, "eager")
-        builder = partial(llama.build, llama.shape_of(model, context_length))
+        builder = partial(llama.build, llama.shape_of(model, context_length), pack)
         return builder(dict(model.state_dict()), None), builder
     generic.register()
     model = load_model(folder, dtype, generic.ATTENTION)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from headrace.errors import ModelError
 from headrace.rollout.engines.native.attention import KeyValues, Pass, attend
+from headrace.rollout.engines.native.linear import Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,20 +73,16 @@ def _signed(sin: torch.Tensor) -> torch.Tensor:
 
 @dataclass(slots=True)
 class Layer:
-    """One layer's weights; a bias or a norm that the model has not is None."""
+    """One layer's weights; a norm that the model has not is None."""
 
     before: torch.Tensor
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor | None
+    qkv: Linear
     query_norm: torch.Tensor | None
     key_norm: torch.Tensor | None
-    out: torch.Tensor
-    out_bias: torch.Tensor | None
+    out: Linear
     after: torch.Tensor
-    gate_up: torch.Tensor
-    gate_up_bias: torch.Tensor | None
-    down: torch.Tensor
-    down_bias: torch.Tensor | None
+    gate_up: Linear
+    down: Linear
 
 
 class LlamaWeights:
@@ -94,7 +91,8 @@ class LlamaWeights:
     def __init__(self, shape: LlamaShape) -> None:
         self.shape = shape
         self.layers: list[Layer] = []
-        self.embedding = self.norm = self.head = torch.empty(0)
+        self.embedding = self.norm = torch.empty(0)
+        self.head = Linear(torch.empty(0), pack=False)
         self.memory: dict[str, torch.Tensor] = {}
 
     def forward(self, batch: Pass, store: KeyValues) -> torch.Tensor:
@@ -105,7 +103,7 @@ class LlamaWeights:
         rows, turned = x.shape[0], s.heads + s.kv_heads
         last = s.layers - 1
         for index, layer in enumerate(self.layers):
-            qkv = F.linear(F.rms_norm(x, (s.hidden,), layer.before, s.eps), layer.qkv, layer.qkv_bias)
+            qkv = layer.qkv(F.rms_norm(x, (s.hidden,), layer.before, s.eps))
             qkv = qkv.view(rows, turned + s.kv_heads, s.head_dim)
             qk, values = qkv[:, :turned], qkv[:, turned:]
             if layer.query_norm is not None:
@@ -122,17 +120,17 @@ class LlamaWeights:
             if index == last and batch.logit_rows.numel() < rows and not batch.one_by_one:
                 # Nothing after the last attention is needed of rows whose logits nobody reads.
                 mixed, x = mixed[batch.logit_rows], x[batch.logit_rows]
-            x = x + F.linear(mixed, layer.out, layer.out_bias)
-            gate, up = F.linear(
-                F.rms_norm(x, (s.hidden,), layer.after, s.eps), layer.gate_up, layer.gate_up_bias
-            ).chunk(2, dim=-1)
-            x = x + F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
+            x = x + layer.out(mixed)
+            gate, up = layer.gate_up(F.rms_norm(x, (s.hidden,), layer.after, s.eps)).chunk(2, dim=-1)
+            x = x + layer.down(F.silu(gate) * up)
         if x.shape[0] != batch.logit_rows.numel():
             x = x[batch.logit_rows]
-        return F.linear(F.rms_norm(x, (s.hidden,), self.norm, s.eps), self.head)
+        return self.head(F.rms_norm(x, (s.hidden,), self.norm, s.eps))
 
 
-def build(shape: LlamaShape, tensors: Mapping[str, torch.Tensor], spare: LlamaWeights | None) -> LlamaWeights:
+def build(
+    shape: LlamaShape, pack: bool, tensors: Mapping[str, torch.Tensor], spare: LlamaWeights | None
+) -> LlamaWeights:
     """Named tensors into fused weights, in the memory of `spare`: fresh memory costs more than the copying."""
     weights = LlamaWeights(shape)
     weights.memory = spare.memory if spare is not None else {}
@@ -156,29 +154,27 @@ def build(shape: LlamaShape, tensors: Mapping[str, torch.Tensor], spare: LlamaWe
             at += part.shape[0]
         return memory
 
+    def linear(*names: str) -> Linear:
+        weight = take(*(f"{name}.weight" for name in names))
+        return Linear(weight, take(*(f"{name}.bias" for name in names), optional=True), pack)
+
     for index in range(shape.layers):
         at = f"model.layers.{index}."
-        qkv = [f"{at}self_attn.{name}_proj" for name in "qkv"]
-        gate_up = [f"{at}mlp.gate_proj", f"{at}mlp.up_proj"]
         weights.layers.append(
             Layer(
                 before=take(f"{at}input_layernorm.weight"),
-                qkv=take(*(f"{name}.weight" for name in qkv)),
-                qkv_bias=take(*(f"{name}.bias" for name in qkv), optional=True),
+                qkv=linear(*(f"{at}self_attn.{name}_proj" for name in "qkv")),
                 query_norm=take(f"{at}self_attn.q_norm.weight", optional=True),
                 key_norm=take(f"{at}self_attn.k_norm.weight", optional=True),
-                out=take(f"{at}self_attn.o_proj.weight"),
-                out_bias=take(f"{at}self_attn.o_proj.bias", optional=True),
+                out=linear(f"{at}self_attn.o_proj"),
                 after=take(f"{at}post_attention_layernorm.weight"),
-                gate_up=take(*(f"{name}.weight" for name in gate_up)),
-                gate_up_bias=take(*(f"{name}.bias" for name in gate_up), optional=True),
-                down=take(f"{at}mlp.down_proj.weight"),
-                down_bias=take(f"{at}mlp.down_proj.bias", optional=True),
+                gate_up=linear(f"{at}mlp.gate_proj", f"{at}mlp.up_proj"),
+                down=linear(f"{at}mlp.down_proj"),
             )
         )
     weights.embedding = take("model.embed_tokens.weight")
     weights.norm = take("model.norm.weight")
-    weights.head = weights.embedding if shape.tied else take("lm_head.weight")
+    weights.head = Linear(weights.embedding if shape.tied else take("lm_head.weight"), pack=pack)
     unknown = sorted(set(tensors) - used - {"lm_head.weight"})
     if unknown:
         raise ModelError(f"published weights do not fit the model: unknown {unknown[:3]}")
