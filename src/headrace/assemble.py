@@ -115,6 +115,10 @@ class Assembly:
         config = self.config
         checkpoints = Checkpoints(self.run_dir, config.checkpoint.keep)
         restored = checkpoints.latest(self.display.message) if self.resume else None
+        if restored is not None and restored.step >= config.training.steps:
+            self.display.message(
+                f"all {config.training.steps} steps are done; for more, add training.steps={2 * config.training.steps}"
+            )
         source = self._open_source()
         model = await asyncio.to_thread(self._resolve_model)
         recorder = RunRecorder(self.run_dir, config.observability, config_to_dict(config))
