@@ -271,6 +271,20 @@ def test_reasoning_gym_heldout_shows_no_training_question() -> None:
     assert heldout and not training & {task.payload["prompt"] for task in heldout}
 
 
+def test_a_verifier_that_json_breaks_is_said(monkeypatch) -> None:
+    pytest.importorskip("reasoning_gym")
+    from reasoning_gym.arithmetic.gcd import GCDDataset
+
+    config = TasksConfig(source="reasoning_gym:gcd", options={"size": 3})
+    assert open_source(config, seed=0, folder=HERE).notes == ()
+
+    def wants_tuples(self, answer, entry):
+        return float(isinstance(entry["metadata"]["difficulty"]["num_terms"], tuple))
+
+    monkeypatch.setattr(GCDDataset, "score_answer", wants_tuples)
+    assert "verifier" in open_source(config, seed=0, folder=HERE).notes[0]
+
+
 @pytest.mark.parametrize(
     ("task", "options", "part"),
     [("gdc", {}, "gcd"), ("gcd", {"max_valu": 3}, "max_valu"), ("gcd", {"max_value": -3}, "refuses")],

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 from difflib import get_close_matches
 from typing import Any
 
 from headrace.errors import DataError, MissingExtra
 from headrace.rollout.sources.rows import Payload, Rows
+
+log = logging.getLogger(__name__)
 
 SIZE = 2000
 HELDOUT_SIZE = 200
@@ -61,16 +64,35 @@ def _rows(task: str, dataset: Any, indices: Any, options: dict[str, Any], name: 
     def get(position: int) -> tuple[str, Payload]:
         index = indices[position]
         entry = dataset[index]
-        plain = json.loads(json.dumps(entry, default=_plain))
         payload = {
             "prompt": entry["question"],
             "answer": "" if entry["answer"] is None else str(entry["answer"]),
-            "reasoning_gym": {"dataset": task, "entry": plain},
+            "reasoning_gym": {"dataset": task, "entry": _through_json(entry)},
         }
         return str(index), payload
 
     fingerprint = f"reasoning_gym/{json.dumps(options, sort_keys=True)}"
-    return Rows(name=name, length=len(indices), get=get, fingerprint=fingerprint)
+    notes = _verifier_notes(task, dataset)
+    for note in notes:
+        log.warning(note)
+    return Rows(name=name, length=len(indices), get=get, fingerprint=fingerprint, notes=notes)
+
+
+def _verifier_notes(task: str, dataset: Any) -> tuple[str, ...]:
+    """Says so when the task's verifier needs what JSON cannot carry (a few compare nested tuples)."""
+    entry = dataset[0]
+    if entry["answer"] is None:
+        return ()
+    answer, plain = str(entry["answer"]), _through_json(entry)
+    try:
+        same = dataset.score_answer(answer, plain) == dataset.score_answer(answer, entry)
+    except Exception:
+        same = False
+    return () if same else (f"reasoning_gym:{task}: its verifier does not work on stored entries; score it yourself",)
+
+
+def _through_json(entry: Any) -> dict[str, Any]:
+    return json.loads(json.dumps(entry, default=_plain))
 
 
 def _plain(value: Any) -> Any:
