@@ -30,7 +30,7 @@ class EngineDriver:
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._pump: asyncio.Task[None] | None = None
-        self._prepare_lock: asyncio.Lock | None = None
+        self._lock: asyncio.Lock | None = None
         self._drain_waiters: list[Callable[[], None]] = []
         self._failure: Exception | None = None
         self._closed = False
@@ -89,20 +89,28 @@ class EngineDriver:
     # --------------------------------------------------------------------------------------------------- weights
 
     async def prepare(self, ticket: WeightTicket) -> None:
-        if self._prepare_lock is None:
-            self._prepare_lock = asyncio.Lock()
-        async with self._prepare_lock:
-            if not await self._call(lambda: self.core.wanted(ticket)):
-                return
-            if self.inline:
-                weights = self.core.prepare_weights(ticket)
-            else:
-                weights = await asyncio.to_thread(self.core.prepare_weights, ticket)
-            await self._call(lambda: self.core.stage(ticket.version, weights))
+        async with self._weights_lock():
+            await self._prepare(ticket)
 
     async def commit(self, ticket: WeightTicket, running: RunningPolicy = "go_on") -> None:
-        await self.prepare(ticket)
-        await self._call(lambda: self.core.swap(ticket.version, running))
+        async with self._weights_lock():
+            await self._prepare(ticket)
+            await self._call(lambda: self.core.swap(ticket.version, running))
+
+    async def _prepare(self, ticket: WeightTicket) -> None:
+        if not await self._call(lambda: self.core.wanted(ticket)):
+            return
+        if self.inline:
+            weights = self.core.prepare_weights(ticket)
+        else:
+            weights = await asyncio.to_thread(self.core.prepare_weights, ticket)
+        await self._call(lambda: self.core.stage(ticket.version, weights))
+
+    def _weights_lock(self) -> asyncio.Lock:
+        """One prepare or commit at a time. Made at the first use, inside the loop that it belongs to."""
+        if self._lock is None:
+            self._lock = asyncio.Lock()
+        return self._lock
 
     # -------------------------------------------------------------------------------------------- pause and sleep
 

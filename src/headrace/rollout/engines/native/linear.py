@@ -7,7 +7,7 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 
-_WORTH_PACKING = 1 << 20
+_WORTH_PACKING = 1 << 18
 """Elements from which a packed product wins; smaller matrices stay in cache anyway."""
 _TYPICAL_ROWS = 64
 
