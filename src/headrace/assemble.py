@@ -123,16 +123,19 @@ class Assembly:
         model = await asyncio.to_thread(self._resolve_model)
         recorder = RunRecorder(self.run_dir, config.observability, config_to_dict(config))
         stack.callback(recorder.close)
-        tokenizer, environment = self._environment(model)
         runtime = self._runtime(recorder.event)
         stack.push_async_callback(runtime.close)
-        rewarder = await self._rewarder(stack, recorder)
         buffer, dispatcher = self._buffer(source, restored, checkpoints), self._dispatcher()
-        rollout = self._rollout(dispatcher, environment, rewarder, tokenizer, buffer.incarnation)
         channel = self._channel()
         stack.callback(channel.close)
-        learner = await self._learner(runtime, model, channel, restored)
-        spawn_engine = await self._engines(runtime, dispatcher, model, channel)
+        # Workers spend seconds on imports: all start together, and our own imports run meanwhile.
+        rewarder, learner, spawn_engine, (tokenizer, environment) = await asyncio.gather(
+            self._rewarder(stack, recorder),
+            self._learner(runtime, model, channel, restored),
+            self._engines(runtime, dispatcher, model, channel),
+            self._environment(model),
+        )
+        rollout = self._rollout(dispatcher, environment, rewarder, tokenizer, buffer.incarnation)
         self.narrator = Narrator(
             self.run_dir,
             recorder,
@@ -177,7 +180,8 @@ class Assembly:
 
         return resolve_model(self.config.model, seed=self.config.seed, progress=self.display.message)
 
-    def _environment(self, model: Path) -> tuple[Any, Any]:
+    async def _environment(self, model: Path) -> tuple[Any, Any]:
+        await asyncio.sleep(0.05)  # let the workers start before this blocks the loop
         from headrace.models.catalog import load_tokenizer
         from headrace.rollout.environments.single_turn import SingleTurn
 

@@ -1,0 +1,167 @@
+"""Breaks the flow on purpose, one fault at a time, in a copy of the sources: each must turn some test red.
+
+Run by `make mutants`; writes the table of `tests/mutants.md`. A mutant that survives is a missing test.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+FLOW = ("tests/flow/test_flow.py",)
+LAWS = ("tests/flow/test_flow.py", "tests/flow/test_laws.py")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...] = LAWS
+
+
+MUTANTS = [
+    Mutant("admit does not wait for room", "exchange/buffer.py", "if self.room() > 0:", "if True:"),
+    Mutant("a lease can be settled twice", "exchange/ledger.py", 'if lease.state == "settled":', "if False:"),
+    Mutant("the version grows by 2", "exchange/staleness.py", "self.version += 1", "self.version += 2"),
+    Mutant(
+        "staleness is not checked at take",
+        "exchange/buffer.py",
+        "            self._evict_stale()\n",
+        "",
+    ),
+    Mutant(
+        "leases are settled before the weights are live",
+        "orchestrator/controller.py",
+        "            self.not_live.extend(leases)\n",
+        "            self.not_live.extend(leases)\n            self._settle_live(0)\n",
+    ),
+    Mutant(
+        "a filtered unit keeps its lease",
+        "orchestrator/controller.py",
+        '                    self.buffer.settle(lease, "filtered")\n',
+        "                    pass\n",
+    ),
+    Mutant(
+        "a dead engine is not fenced",
+        "orchestrator/dispatcher.py",
+        "        except WorkerDied as error:\n            self.fence(slot, str(error))\n            raise\n",
+        "",
+    ),
+    Mutant(
+        "a lost reply is waited for",
+        "orchestrator/dispatcher.py",
+        "            if slot.unknown[request_id] >= 3:",
+        "            if False:",
+    ),
+    Mutant(
+        "commit does not reach the engines",
+        "orchestrator/weight_sync.py",
+        "        await slot.proxy.commit(ticket, self.interruption.running)\n",
+        "",
+    ),
+    Mutant(
+        "the gate stays closed after a drained sync",
+        "orchestrator/weight_sync.py",
+        "            self.dispatcher.open_gate()\n",
+        "            if not self.interruption.drain:\n                self.dispatcher.open_gate()\n",
+    ),
+    Mutant(
+        "a resumed generation gets a new budget",
+        "rollout/token_rollout.py",
+        "            prefix = generation\n",
+        "            prefix = generation\n            sampling = replace(sampling, max_tokens=sampling.max_tokens + len(generation.token_ids), seed=attempt)\n",
+    ),
+    Mutant(
+        "a group is used below min_complete",
+        "rollout/token_rollout.py",
+        "        if len(scored) < self.min_complete:",
+        "        if not scored:",
+    ),
+    Mutant(
+        "members of a closed group run on",
+        "orchestrator/dispatcher.py",
+        "            if not slot.fenced:\n                self._background(self._quietly(slot.proxy.abort(request.request_id)))\n",
+        "",
+    ),
+    Mutant(
+        "the version is written after the sync",
+        "orchestrator/controller.py",
+        "        self.observer.version_written(version)\n        ticket = await self._trainer(self.learner.publish(version))\n",
+        "        ticket = await self._trainer(self.learner.publish(version))\n        self.observer.version_written(version + 1)\n",
+    ),
+    Mutant(
+        "a recycled task is lost",
+        "exchange/buffer.py",
+        "            self.pool.appendleft((lease.task, remainder))\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "a batch is taken in the order of arrival",
+        "exchange/buffer.py",
+        "picked = sorted(list(self.ready.values())[:n], key=lambda lease: lease.index)",
+        "picked = list(self.ready.values())[:n]",
+        ("tests/contracts/test_buffer.py",),
+    ),
+    Mutant(
+        "a joiner keeps the weights it came with",
+        "orchestrator/weight_sync.py",
+        "            if self.ticket is not None:\n",
+        "            if False:\n",
+    ),
+]
+
+
+def run(mutant: Mutant, scratch: Path) -> tuple[bool, str]:
+    """(killed, the first test that turned red)."""
+    shutil.rmtree(scratch, ignore_errors=True)
+    shutil.copytree(ROOT / "src", scratch / "src")
+    shutil.copytree(ROOT / "tests", scratch / "tests")
+    shutil.copy(ROOT / "pyproject.toml", scratch)
+    file = scratch / "src" / "headrace" / mutant.file
+    text = file.read_text(encoding="utf-8")
+    if text.count(mutant.old) != 1:
+        return False, f"the text to change stands {text.count(mutant.old)} times in {mutant.file}"
+    file.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-x", "-q", "--timeout", "60", "-p", "no:cacheprovider", *mutant.tests],
+        cwd=scratch,
+        env={**os.environ, "PYTHONPATH": str(scratch / "src"), "HEADRACE_FUZZ_EXAMPLES": "60"},
+        capture_output=True,
+        text=True,
+    )
+    red = [line.removeprefix("FAILED ").split(" - ")[0] for line in result.stdout.splitlines() if line.startswith("FAILED")]
+    if not red and "Timeout" in result.stdout + result.stderr:
+        red = ["a test that no longer ends"]
+    return result.returncode != 0 and bool(red), red[0] if red else result.stdout[-300:]
+
+
+def main() -> int:
+    wanted = sys.argv[1:]
+    chosen = [mutant for mutant in MUTANTS if not wanted or any(word in mutant.name for word in wanted)]
+    rows, survivors = [], 0
+    with tempfile.TemporaryDirectory() as folder:
+        for mutant in chosen:
+            killed, by = run(mutant, Path(folder) / "copy")
+            survivors += not killed
+            print(f"{'killed  ' if killed else 'SURVIVED'} {mutant.name}: {by}", flush=True)
+            rows.append(f"| {mutant.name} | `{mutant.file}` | {'`' + by + '`' if killed else '**survived**'} |")
+    if not wanted:
+        head = (
+            "# Mutants of the flow\n\nEach row breaks one rule in a copy of the sources; the last column is the first test "
+            "that turns red.\nMade by `make mutants` (`tests/run_mutants.py`).\n\n| what is broken | where | turned red |\n|---|---|---|\n"
+        )
+        (ROOT / "tests" / "mutants.md").write_text(head + "\n".join(rows) + "\n", encoding="utf-8")
+    print(f"{len(chosen) - survivors} of {len(chosen)} killed")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
