@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -138,21 +139,27 @@ def _load(source: str, overrides: list[str], *, only: str | None = None, warn: b
 def _run(config, run_dir: Path, *, only: str | None, resume: bool, display: str | None, samples: Path | None) -> int:
     """Start it; a folder in which nothing happened yet is taken away again when the user has something to mend."""
     code = INTERRUPTED
+    # The run listens for Ctrl-C itself, once it is there. Until then: a KeyboardInterrupt that passes through an `exec`
+    # (imports are full of them) makes the interpreter end by the signal even if it is caught.
+    before = signal.signal(signal.SIGINT, _leave)
     try:
         from headrace.assemble import run as start
 
         code = start(config, run_dir, only=only, resume=resume, display=display, samples=samples)
         return code
-    except KeyboardInterrupt:
-        return code
     except RunError:
         code = 1
         raise
     finally:
+        signal.signal(signal.SIGINT, before)
         begun = code in (0, 1) or [file.name for file in run_dir.iterdir()] != [CONFIG_FILE]
         if not resume and not begun:
             (run_dir / CONFIG_FILE).unlink()
             run_dir.rmdir()
+
+
+def _leave(number: int, frame: object) -> None:
+    raise SystemExit(INTERRUPTED)
 
 
 def make_run_dir(run_dir: Path, config) -> Path:

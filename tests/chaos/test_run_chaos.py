@@ -11,7 +11,10 @@ import time
 
 import psutil
 import pytest
+
 from runs.launch import assert_accounted, assert_one_line
+
+pytestmark = pytest.mark.timeout(400)
 
 SEPARATE = ("placement=separate", "training.steps=30", "checkpoint.every_steps=2")
 
@@ -23,41 +26,39 @@ def gone(processes: list[psutil.Process], seconds: float = 10.0) -> bool:
 # ------------------------------------------------------------------------------------------------ processes that die
 
 
+@pytest.mark.slow
 def test_engines_killed_and_stopped_in_mid_group_are_replaced_and_the_run_goes_on(lab):
-    """One engine is killed at random moments, another is stopped, so that weight syncs wait for it in vain."""
+    """One engine is killed at a random moment, the other is stopped, so that a weight sync waits for it in vain."""
+    lab.config(reward="held")
+    (lab.folder / "hold").touch()
     running = lab.start(
         *SEPARATE,
         "rollout.engine.count=2",
         "weights.prepare_timeout_s=2",
-        "rollout.generate_timeout_s=30",
+        "weights.rejoin_timeout_s=150",
+        "training.steps=60",
         "rollout.sampling.max_tokens=24",
         "limits.restarts=5",
     )
     running.until_step(random.randint(1, 3))
     time.sleep(random.random() * 0.5)
     running.workers("engine-0")[0].kill()
-    running.until(lambda: len(running.events("joined")) >= 1)
+    running.until(lambda: running.said("is replaced") >= 1)
     stopped = running.workers("engine-1")[0]
     stopped.suspend()
-    running.until(lambda: len(running.events("joined")) >= 2)
+    running.until(lambda: running.said("is replaced") >= 2)
     assert gone([stopped]), "a fenced engine is killed, stopped or not"
-    running.until_step(running.steps() + 1)
+    (lab.folder / "hold").unlink()
     ran = running.wait()
     assert ran.code == 0, ran.err
     assert_accounted(ran)
-    assert ran.counts["trained"] == 30 * 4
+    assert ran.counts["trained"] == 60 * 4
     assert ran.messages.count("is given up") == 2 and ran.messages.count("is replaced") == 2
     assert "killed by SIGKILL" in ran.messages and "prepare: engine-1.prepare gave no answer within 2 s" in ran.messages
     live = 0
-    for event in _events(ran):
-        live = event["version"] if event["kind"] == "live" else live
-        assert event["kind"] != "joined" or event["version"] >= live, "a joiner runs the newest weights"
-
-
-def _events(ran):
-    from headrace.observability.jsonl import read_jsonl
-
-    return [event for event in read_jsonl(ran.folder / "events.jsonl") if event.get("source") == "controller"]
+    for event in (event for event in ran.events if event.source == "controller"):
+        live = event.version if event.kind == "live" else live
+        assert event.kind != "joined" or event.version >= live, "a joiner runs the newest weights"
 
 
 def test_a_killed_trainer_ends_the_run_and_resume_finishes_it(lab):
@@ -65,7 +66,11 @@ def test_a_killed_trainer_ends_the_run_and_resume_finishes_it(lab):
     running.until(lambda: (running.folder / "checkpoints" / "step_000002" / "manifest.json").exists())
     time.sleep(random.random() * 0.3)
     workers = running.workers()
-    assert {worker.cmdline()[-1] for worker in workers} >= {"headrace:engine-0", "headrace:trainer", "headrace:reward-0"}
+    assert {worker.cmdline()[-1] for worker in workers} >= {
+        "headrace:engine-0",
+        "headrace:trainer",
+        "headrace:reward-0",
+    }
     running.workers("trainer")[0].kill()
     ran = running.wait()
     assert ran.code == 1
@@ -73,15 +78,26 @@ def test_a_killed_trainer_ends_the_run_and_resume_finishes_it(lab):
     assert_accounted(ran)
     assert ran.state["state"] == "failed" and ran.state["steps"] < 12
     assert gone(workers)
+    _finishes(lab)
 
-    # The run that goes on loses its controller; nothing outlives it, and the next one finishes.
-    running = lab.start(resume="r")
-    running.until(lambda: len(running.workers()) >= 3 and running.events("live"))
-    time.sleep(random.random() * 0.5)
-    workers = running.workers()
-    running.kill()
-    assert gone(workers), "workers outlive their controller"
 
+@pytest.mark.slow
+def test_a_killed_controller_leaves_no_process_and_resume_finishes_the_run(lab):
+    running = lab.start(*SEPARATE, "training.steps=12")
+    running.until(lambda: (running.folder / "checkpoints" / "step_000002" / "manifest.json").exists())
+    for _ in range(2):
+        time.sleep(random.random() * 0.3)
+        workers = running.workers()
+        assert len(workers) >= 3
+        running.kill()
+        assert gone(workers), "workers outlive their controller"
+        running = lab.start(resume="r")
+        running.until(lambda running=running: running.said("checkpoint checkpoints") > 2)
+    running.end()
+    _finishes(lab)
+
+
+def _finishes(lab):
     finished = lab.here("runtime=local", "buffer.depth=double", resume="r")
     assert finished.code == 0, finished.err
     assert_accounted(finished)
@@ -168,7 +184,7 @@ def test_equal_rewards_for_ever_train_finite_zeros_or_stop_when_they_are_left_ou
     ran = lab.here("training.steps=6")
     assert ran.code == 0, ran.err
     assert_accounted(ran)
-    assert all(row["optimizer/grad_norm"] == 0.0 for row in ran.steps)
+    assert all(row["batch/empty"] == 1.0 and None not in row.values() for row in ran.steps), ran.steps[-1]
     assert ran.messages.count("nothing is learned") == 1
     ran = lab.here("training.advantage.drop_zero_variance=true", "limits.max_dropped=10", "--name", "dropped")
     assert ran.code == 1
@@ -180,10 +196,10 @@ def test_all_answers_cut_off_and_masked_train_on_nothing_and_are_counted(lab):
     ran = lab.here("training.loss.mask_truncated=true", "rollout.sampling.max_tokens=1", "training.steps=2")
     assert ran.code == 0, ran.err
     assert_accounted(ran)
-    truncated = [row["sample/truncated_share"] for row in ran.steps]
-    assert min(truncated) > 0.5, "an untrained model seldom ends at once"
     for row in ran.steps:
-        assert all(value is not None for key, value in row.items() if key.startswith(("loss/", "optimizer/"))), row
+        assert row["length/truncated_share"] > 0.5, "an untrained model seldom ends at once"
+        assert row["batch/masked_sequences"] == 16 * row["length/truncated_share"]
+        assert None not in row.values(), "NaN is written as null"
 
 
 # ------------------------------------------------------------------------------------------------------------ tasks

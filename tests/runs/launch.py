@@ -18,6 +18,8 @@ import pytest
 
 from headrace import cli
 from headrace.observability.jsonl import read_jsonl
+from headrace.observability.timeline import read_events
+from headrace.types import Event
 
 RUN_S = 150.0
 """No run of these tests takes longer, on a busy machine either: beyond it, it hangs."""
@@ -38,6 +40,7 @@ observability = {{ sinks = ["jsonl"], display = "lines", samples_every = 0 }}
 REWARDS = '''
 """Reward functions of the tests; some misbehave."""
 
+import pathlib
 import time
 
 
@@ -46,7 +49,14 @@ def varied(completions, **columns):
 
 
 def slow(completions, **columns):
-    time.sleep(0.2)
+    time.sleep(0.04)
+    return varied(completions)
+
+
+def held(completions, **columns):
+    """Slow for as long as there is a file named hold."""
+    if pathlib.Path("hold").exists():
+        time.sleep(0.15)
     return varied(completions)
 
 
@@ -93,6 +103,10 @@ class Ran:
     @property
     def messages(self) -> str:
         return (self.folder / "messages.txt").read_text()
+
+    @property
+    def events(self) -> list[Event]:
+        return read_events(self.folder)
 
     @property
     def weights(self) -> str:
@@ -199,8 +213,10 @@ class Running:
     def steps(self) -> int:
         return len(read_jsonl(self.folder / "metrics.jsonl"))
 
-    def events(self, kind: str) -> list[dict[str, Any]]:
-        return [event for event in read_jsonl(self.folder / "events.jsonl") if event.get("kind") == kind]
+    def said(self, text: str) -> int:
+        """How often the run said it so far."""
+        path = self.folder / "messages.txt"
+        return path.read_text().count(text) if path.exists() else 0
 
     def until(self, what: Callable[[], Any], seconds: float = RUN_S) -> Any:
         """Wait for something to hold while the run goes on."""

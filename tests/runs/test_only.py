@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import shutil
 
-from runs.launch import assert_accounted, assert_one_line
-
 from headrace.exchange.codec import read_groups
+from runs.launch import assert_accounted, assert_one_line
 
 
 def test_rollout_writes_groups_and_train_learns_from_them(lab):

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from runs.launch import assert_accounted, assert_one_line
 
 

@@ -102,7 +102,7 @@ class ProcessProxy:
         if self._closing:
             await self._wait_exit()
             return
-        if not self.alive:
+        if not self.alive or self._writer is None:  # it has no one to be asked through yet: it is being built
             await self.kill()
             return
         self._closing = True
@@ -184,6 +184,7 @@ class ProcessProxy:
 
     async def _connect(self, sock: socket.socket, start: WorkerStart) -> None:
         reader, self._writer = await asyncio.open_connection(sock=sock)
+        self._require_alive()
         ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._pending[0] = ready
         self._listener = asyncio.create_task(self._listen(reader))
