@@ -66,7 +66,7 @@ def test_warm_up_examples_are_the_prompts_that_the_source_asks(tmp_path) -> None
 
 
 def test_answer_probability_is_the_share_of_samples_that_are_right(tmp_path) -> None:
-    make_tiny(tmp_path, 0, warmup_steps=25)
+    make_tiny(tmp_path, 0, warmup_steps=5)
     model = load(tmp_path)
     ids, targets = encode_sums([(10, 10)])
     exact = answer_probability(model, ids, targets)
