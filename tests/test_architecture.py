@@ -16,7 +16,7 @@ PLANES = ("rollout", "reward", "training", "exchange", "observability")
 
 # A module may import from ranks below its own, and from its own part. Parts of one rank never import each other.
 RANKS = {
-    **dict.fromkeys(("errors", "types"), 0),
+    **dict.fromkeys(("errors", "signals", "types"), 0),
     **dict.fromkeys(("configbase", "protocols"), 1),
     **dict.fromkeys(PLANES, 2),
     "config": 3,

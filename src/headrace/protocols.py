@@ -23,6 +23,7 @@ from headrace.types import (
     Trajectory,
     Unit,
     WeightTicket,
+    travels,
 )
 
 if TYPE_CHECKING:
@@ -212,6 +213,7 @@ class Environment(Protocol):
 RewardUnit = Literal["sample", "group", "step"]
 
 
+@travels
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardRequest:
     """One episode to score, in the form that reward functions read."""

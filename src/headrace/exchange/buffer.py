@@ -6,7 +6,6 @@ producer that waits for room.
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -15,25 +14,8 @@ from headrace.errors import BufferClosed
 from headrace.exchange.ledger import RECYCLED, TRAINED, Ledger
 from headrace.exchange.staleness import Capacity, VersionLine, is_stale
 from headrace.protocols import Lease, Store, TaskSource
+from headrace.signals import Signal
 from headrace.types import Task, Unit
-
-
-class Signal:
-    """Wakes everybody who waits, each time it fires; in the order in which they came, so a run repeats."""
-
-    def __init__(self) -> None:
-        self._waiters: deque[asyncio.Future[None]] = deque()
-
-    async def wait(self) -> None:
-        future = asyncio.get_running_loop().create_future()
-        self._waiters.append(future)
-        await future
-
-    def fire(self) -> None:
-        while self._waiters:
-            future = self._waiters.popleft()
-            if not future.done():
-                future.set_result(None)
 
 
 class LeaseBuffer:
@@ -89,7 +71,8 @@ class LeaseBuffer:
                 raise BufferClosed("the buffer is closed")
             if self.room() > 0:
                 lease = self._next_lease()
-                if lease is not None and self.store.reserve(lease.lease_id):
+                # A batch is let in whatever the store's bound: a trainer that waits for it would wait for ever.
+                if lease is not None and (self.store.reserve(lease.lease_id) or self._below_a_batch()):
                     self.ledger.admit(lease)
                     return lease
                 if lease is not None:
@@ -97,6 +80,9 @@ class LeaseBuffer:
                 elif not self._may_recycle():
                     raise BufferClosed("the source has ended")
             await self.changed.wait()
+
+    def _below_a_batch(self) -> bool:
+        return self.ledger.count("admitted", "ready", "taken") < self.capacity.batch
 
     def _next_lease(self) -> Lease | None:
         if self.restored:

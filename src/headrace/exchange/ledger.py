@@ -43,6 +43,7 @@ class Ledger:
         self.ignored_settles = 0
         self.transitions = 0
         self.in_flight: dict[str, Lease] = {}
+        self._by_state: Counter[str] = Counter()
 
     def admit(self, lease: Lease) -> None:
         if lease.lease_id in self.in_flight:
@@ -50,11 +51,14 @@ class Ledger:
         self.submitted += 1
         self.transitions += 1
         self.in_flight[lease.lease_id] = lease
+        self._by_state[lease.state] += 1
 
     def move(self, lease: Lease, state: str) -> None:
         """Take one legal step. Raises `ConservationError` for any other."""
         if state not in _LEGAL[lease.state]:
             raise ConservationError(f"lease {lease.lease_id} cannot go from {lease.state} to {state}", [lease.lease_id])
+        self._by_state[lease.state] -= 1
+        self._by_state[state] += 1
         lease.state = state  # type: ignore[assignment]
         self.transitions += 1
 
@@ -75,6 +79,7 @@ class Ledger:
         self.move(lease, "settled")
         lease.outcome = outcome
         del self.in_flight[lease.lease_id]
+        self._by_state["settled"] -= 1
         if outcome == TRAINED:
             self.trained += 1
             self.dropped_since_trained.clear()
@@ -84,7 +89,8 @@ class Ledger:
         return True
 
     def count(self, *states: str) -> int:
-        return sum(lease.state in states for lease in self.in_flight.values())
+        """Leases in flight that are in one of the states."""
+        return sum(self._by_state[state] for state in states)
 
     def cancellable(self, lease: Lease) -> bool:
         return lease.state in _BEFORE_TAKEN

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from headrace.errors import CallTimeout, NoEngines, PartFailed, WorkerDied
-from headrace.exchange.buffer import Signal
 from headrace.protocols import Proxy
+from headrace.signals import Signal
 from headrace.types import NO_VERSION, EngineStats, GenerateRequest, Generation
 
 T = TypeVar("T")

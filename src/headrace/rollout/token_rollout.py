@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import struct
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ from headrace.errors import PartFailed, RequestRefused, RolloutDropped, RolloutR
 from headrace.protocols import Environment, Lease, Rewarder, RewardRequest, RolloutTools, TextEngine
 from headrace.rollout.config import GroupConfig
 from headrace.rollout.partial import GroupRemainder, MemberProgress, PartialPolicy
+from headrace.signals import Signal
 from headrace.types import (
     NO_VERSION,
     Episode,
@@ -166,26 +168,44 @@ class TokenRollout:
         failures: dict[int, Any],
     ) -> None:
         """Wait for members until all have ended or the time is over; afterwards `done` and `failures` say what came."""
-        pending = dict(members)
+        ended: deque[asyncio.Task[MemberProgress]] = deque()
+        changed = Signal()
+
+        def end(task: asyncio.Task[MemberProgress]) -> None:
+            ended.append(task)
+            changed.fire()
+
+        for task in members:
+            task.add_done_callback(end)
         deadline = self.open_time() + self.group.timeout_s
-        while pending:
-            left = deadline - self.open_time()
-            if left <= 0:
+        waiting = len(members)
+        while waiting:
+            while ended:
+                waiting -= 1
+                self._note(ended.popleft(), members, done, failures)
+                if self.group.size - len(failures) < self.min_complete:
+                    return
+            if not waiting or self.open_time() >= deadline:
                 return
-            finished, _ = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            # `finished` is a set ordered by address: walk the dict instead, so that a run repeats.
-            for task in [task for task in pending if task in finished]:
-                index = pending.pop(task)
-                try:
-                    done[index] = task.result()
-                except _Cut as cut:
-                    if not self.partial.keep_prefix:
-                        raise RolloutDropped("interrupted", "cut short by a weight sync") from None
-                    done[index] = MemberProgress(generation=cut.generation)
-                except (PartFailed, RolloutDropped) as error:
-                    failures[index] = error
-                    if self.group.size - len(failures) < self.min_complete:
-                        return
+            await changed.wait(deadline - self.open_time())
+
+    def _note(
+        self,
+        task: asyncio.Task[MemberProgress],
+        members: dict[asyncio.Task[MemberProgress], int],
+        done: dict[int, MemberProgress],
+        failures: dict[int, Any],
+    ) -> None:
+        """Put down how one member ended."""
+        index = members[task]
+        try:
+            done[index] = task.result()
+        except _Cut as cut:
+            if not self.partial.keep_prefix:
+                raise RolloutDropped("interrupted", "cut short by a weight sync") from None
+            done[index] = MemberProgress(generation=cut.generation)
+        except (PartFailed, RolloutDropped) as error:
+            failures[index] = error
 
     async def _close(self, lease: Lease, scored: dict[int, MemberProgress]) -> Group:
         """The group of what completed; a rewarder of whole groups is asked here."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from headrace.errors import ConfigError
-from headrace.types import SamplingParams, Unit
+from headrace.types import TokenSample, Unit
 
 
 class MemoryStore:
@@ -71,12 +71,10 @@ class MemoryStore:
 
 def unit_bytes(value: Any) -> int:
     """Bytes of all arrays and strings inside a unit; other leaves (numbers, flags) count 8 each."""
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray | TokenSample):
         return value.nbytes
     if isinstance(value, str | bytes):
         return len(value)
-    if isinstance(value, SamplingParams):
-        return 0  # shared by all samples of a run
     if dataclasses.is_dataclass(value):
         names = getattr(value, "__slots__", None) or [field.name for field in dataclasses.fields(value)]
         return sum(unit_bytes(getattr(value, name)) for name in names)
