@@ -36,6 +36,7 @@ from headrace.orchestrator.dispatcher import Dispatcher, EngineSlot
 from headrace.orchestrator.evaluate import Evaluator
 from headrace.orchestrator.learner import GroupKeeper, TokenLearner
 from headrace.orchestrator.narrator import Narrator
+from headrace.orchestrator.runtimes.worker import calm_garbage_collection
 from headrace.orchestrator.weight_sync import WeightSync
 from headrace.protocols import Resources, Runtime, TaskSource
 from headrace.rollout.partial import PARTIAL_POLICIES
@@ -89,6 +90,7 @@ class Assembly:
                 self._write_state("running")
                 watching = asyncio.create_task(self.narrator.watch())
                 stack.callback(watching.cancel)
+                calm_garbage_collection()
                 state = await self.controller.run()
                 self._hold_to_account(state)
                 await self._closing_words(state)
@@ -220,8 +222,8 @@ class Assembly:
         runtime = ProcessRuntime(record)
         stack.push_async_callback(runtime.close)
         rewarder = build_rewarder(self.config.reward, runtime, record, Path.cwd())
-        await rewarder.start()
         stack.push_async_callback(rewarder.close)
+        await rewarder.start()
         return rewarder
 
     def _buffer(self, source: TaskSource, restored: Restored | None, checkpoints: Checkpoints) -> LeaseBuffer:

@@ -7,6 +7,7 @@ import os
 import random
 import resource
 import signal
+import threading
 import time
 
 import psutil
@@ -107,7 +108,7 @@ def _finishes(lab):
 # ------------------------------------------------------------------------------------------------------------ Ctrl-C
 
 
-@pytest.mark.parametrize("whole_group", [True, False])
+@pytest.mark.parametrize("whole_group", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_ctrl_c_stops_with_a_checkpoint_and_resume_does_the_rest(lab, whole_group):
     """The terminal sends it to the whole process group, `kill -2` to the controller alone."""
     lab.config(reward="slow")
@@ -133,6 +134,7 @@ def test_ctrl_c_stops_with_a_checkpoint_and_resume_does_the_rest(lab, whole_grou
     assert resumed.counts["trained"] == (steps + 2) * 4
 
 
+@pytest.mark.slow
 def test_ctrl_c_twice_and_ctrl_c_before_the_run_began(lab):
     lab.config(reward="slow")
     running = lab.start("training.steps=60", "rollout.oversample=8")
@@ -276,11 +278,19 @@ def test_mistakes_found_while_the_parts_are_built_are_one_line_and_leave_nothing
 
 def test_a_disk_full_at_a_checkpoint_leaves_the_last_good_one(lab):
     """No file may grow beyond half a megabyte from some moment on: the weights fit no more, the small files do."""
-    lab.config(reward="slow")
-    running = lab.start("training.steps=8", "checkpoint.every_steps=1")
-    running.until(lambda: (running.folder / "checkpoints" / "step_000002").exists())
-    psutil.Process(running.process.pid).rlimit(psutil.RLIMIT_FSIZE, (500_000, resource.RLIM_INFINITY))
-    ran = running.wait()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill_the_disk() -> None:
+        while not (lab.folder / "runs" / "r" / "checkpoints" / "step_000002").exists():
+            time.sleep(0.01)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, before[1]))
+
+    filling = threading.Thread(target=fill_the_disk, daemon=True)
+    filling.start()
+    try:
+        ran = lab.here("training.steps=8", "checkpoint.every_steps=1")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert ran.code == 1
     assert_one_line(ran, "step 8 could not be written", "headrace run --resume")
     assert_accounted(ran)
