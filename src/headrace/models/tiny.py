@@ -30,12 +30,16 @@ VOCABULARY = (END, UNKNOWN, *"0123456789", "+", "=", " ")
 class Recipe:
     """Shape and warm-up. The warm-up ends when a sampled answer to a training problem is right with probability `target`."""
 
-    revision: int = 1
+    revision: int = 2
     layers: int = 2
     width: int = 128
-    heads: int = 4
+    heads: int = 8
     mlp_width: int = 384
     context: int = 128
+    rope_theta: float = 30.0
+    """Prompts have nine positions: slower rotations than this would tell them apart by nothing."""
+    initial_std: float = 0.06
+    """Three times the usual: with it and the rotations, learning to add takes a third of the steps."""
     batch: int = 128
     lr: float = 2e-3
     ramp_steps: int = 50
@@ -113,6 +117,8 @@ def _model_config() -> Any:
         num_hidden_layers=RECIPE.layers,
         num_attention_heads=RECIPE.heads,
         num_key_value_heads=RECIPE.heads,
+        rope_parameters={"rope_type": "default", "rope_theta": RECIPE.rope_theta},
+        initializer_range=RECIPE.initial_std,
         max_position_embeddings=RECIPE.context,
         tie_word_embeddings=False,
         bos_token_id=None,

@@ -35,7 +35,7 @@ class LimitsConfig(Config):
 
 
 class EvaluationConfig(Config):
-    """[evaluation]: greedy answers to held-out tasks, before and after training."""
+    """[evaluation]: greedy answers to held-out tasks, before and after training, judged by the first of reward.functions."""
 
     source: str = ""
     """As `tasks.source`; empty: no evaluation. `heldout` is the built-in source's own held-out part."""
