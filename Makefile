@@ -3,20 +3,32 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+EXAMPLES ?= 5000
 NAME ?= demo-$(shell date +%Y%m%d-%H%M%S)
 RUFF_PATHS := src tests tools $(wildcard recipes benchmarks)
 
-.PHONY: demo test test-slow docs lint clean
+.PHONY: demo test test-slow fuzz mutants docs lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/headrace run quickstart --name $(NAME)
 	$(BIN)/headrace report runs/$(NAME)
+	@printf '\nTry next:\n'
+	@printf '  %-62s %s\n' '$(BIN)/headrace run tiny' 'no download, learns to add in under two minutes' \
+	  '$(BIN)/headrace run quickstart placement=sync --name sync' 'the same recipe, alternating' \
+	  '$(BIN)/headrace check quickstart rollout.sampling.temperature=0.8' 'what a changed recipe would do' \
+	  'xdg-open runs/$(NAME)/report.html' 'the charts'
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest
 
 test-slow: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m slow
+
+fuzz: $(VENV)/.installed-test
+	HEADRACE_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest tests/flow/test_laws.py --timeout 0
+
+mutants: $(VENV)/.installed-test
+	$(BIN)/python tests/run_mutants.py
 
 docs: $(VENV)/.installed-test
 	$(BIN)/python tools/config_docs.py
