@@ -392,7 +392,7 @@ class Assembly:
             evaluate_every=config.evaluation.every_steps,
             stall_warning_s=config.limits.stall_warning_s,
             stall_stop_s=config.limits.stall_stop_s,
-            max_dropped=config.limits.max_dropped or 16 * config.training.groups,
+            max_dropped=config.limits.max_dropped,
             restarts=config.limits.restarts,
         )
 

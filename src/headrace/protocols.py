@@ -32,14 +32,13 @@ if TYPE_CHECKING:
 # ------------------------------------------------------------------------------------------------------- runtimes
 
 EventSink = Callable[[Event], None]
-Threads = int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
     """What a part may use. `threads` is its own share of the cores (0: leave the library's default)."""
 
-    threads: Threads = 1
+    threads: int = 1
     gpus: float = 0.0
 
 
@@ -256,7 +255,6 @@ class Lease:
     remainder: Any = None
     state: LeaseState = "admitted"
     outcome: str | None = None
-    admitted_version: int = 0
 
 
 class Store(Protocol):

@@ -1,21 +1,15 @@
-"""Statistics and units into rows of floats, against numbers worked out by hand."""
+"""Statistics, lags and drops into rows of floats, against numbers worked out by hand."""
 
-import math
-
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from synthetic import group
 
 from headrace.observability.metrics import (
     DropTally,
-    batch_metrics,
     bucket_order,
     flatten,
     lag_histogram,
     lag_metrics,
     length_bucket,
-    percentile,
 )
 from headrace.types import Stat
 
@@ -24,43 +18,6 @@ def test_a_name_that_ends_in_max_takes_the_largest_value_and_any_other_the_mean(
     stat = Stat(6.0, 4.0, 3.0)
     row = flatten({"a/mean": stat, "a/diff_max": stat, "a/max": stat, "b": 2, "empty_max": Stat(0.0, 0.0)})
     assert row == {"a/mean": 1.5, "a/diff_max": 3.0, "a/max": 3.0, "b": 2.0, "empty_max": 0.0}
-
-
-@pytest.mark.parametrize(
-    ("values", "q", "expected"), [([], 50, 0.0), ([3], 99, 3.0), ([1, 2, 3, 4], 50, 2.5), ([1, math.nan, 3], 50, 2.0)]
-)
-def test_percentile(values, q, expected):
-    assert percentile(values, q) == expected
-
-
-def test_batch_metrics_of_two_groups():
-    groups = [
-        group("a", [1.0, 0.0], [[3, 3, 4], [4]]),
-        group("b", [1.0, 1.0], [[5, 5], [5, 5]], finish="length"),
-    ]
-    row = batch_metrics(groups, version=5)
-    assert row["reward/mean"] == 0.75
-    assert row["reward/std"] == pytest.approx(math.sqrt(0.1875))
-    assert row["group/zero_variance_share"] == 0.5
-    assert row["lag/mean"] == 1.0 and row["lag/max"] == 2.0
-    assert row["lag/hist/0"] == 1.0 and row["lag/hist/2"] == 1.0
-    assert row["length/mean"] == 2.0 and row["length/p50"] == 2.0 and row["length/max"] == 3.0
-    assert row["finish/stop"] == 0.5 and row["finish/length"] == 0.5 and row["length/truncated_share"] == 0.5
-    assert row["reward/part/exact"] == 0.75
-
-
-def test_missing_rewards_are_left_out_of_the_mean_and_counted():
-    row = batch_metrics([group("a", [1.0, 1.0, None, 1.0, math.nan], [[0]] * 5)], version=0)
-    assert row["reward/mean"] == 1.0 and row["reward/std"] == 0.0
-    assert row["reward/missing_share"] == pytest.approx(0.4)
-    assert row["group/zero_variance_share"] == 1.0
-
-
-@pytest.mark.parametrize(
-    "groups", [[], [group("a", [], [])], [group("a", [None], [[]])]], ids=["none", "empty", "unsampled"]
-)
-def test_degenerate_batches_give_finite_rows(groups):
-    assert all(math.isfinite(value) for value in batch_metrics(groups, version=3).values())
 
 
 def test_lag_histogram_sums_rows_in_order():

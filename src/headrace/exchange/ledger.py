@@ -27,7 +27,6 @@ _LEGAL = {
     "trained": {"settled"},
     "settled": set(),
 }
-_BEFORE_TAKEN = {"admitted", "ready"}
 FILTERS = {"filtered", "end", "stale", "error"}
 """Outcomes that may still end a lease whose unit is taken: the trainer's own filters, never a cancellation."""
 
@@ -91,9 +90,6 @@ class Ledger:
     def count(self, *states: str) -> int:
         """Leases in flight that are in one of the states."""
         return sum(self._by_state[state] for state in states)
-
-    def cancellable(self, lease: Lease) -> bool:
-        return lease.state in _BEFORE_TAKEN
 
     def check(self, found: Iterable[str]) -> None:
         """Hold the ids that the parts say they have against the ledger. Raises `ConservationError` naming the ids.

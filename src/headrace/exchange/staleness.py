@@ -11,18 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from headrace.exchange.config import BufferConfig, StalenessConfig
 from headrace.types import NO_VERSION
-
-STREAM = None
-"""`ahead` of a buffer without a bound on steps."""
-
-
-def steps_ahead(buffer: BufferConfig, staleness: StalenessConfig) -> int | None:
-    """Batches that rollout may run ahead of the trainer; None is unbounded."""
-    depth = {"none": 0, "double": 1, "queue": buffer.steps, "stream": STREAM}[buffer.depth]
-    bounds = [bound for bound in (depth, staleness.max_steps_ahead) if bound is not None]
-    return min(bounds, default=STREAM)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +20,7 @@ class Capacity:
 
     batch: int
     ahead: int | None
+    """`exchange.config.steps_ahead`; None (a stream): no bound."""
     oversample: int = 0
     max_in_flight: int = 0
     """0: no bound of its own; a stream then runs two batches at once."""
@@ -38,11 +28,11 @@ class Capacity:
     def room(self, *, running: int, held: int) -> int:
         """Leases that may be admitted now; never negative (a restored run may hold more than the bound, and drains)."""
         bounds = []
-        if self.ahead is not STREAM:
+        if self.ahead is not None:
             bounds.append((1 + self.ahead) * self.batch + self.oversample - held)
         if self.max_in_flight:
             bounds.append(self.max_in_flight - running)
-        elif self.ahead is STREAM:
+        elif self.ahead is None:
             bounds.append(2 * self.batch + self.oversample - running)
         return max(0, min(bounds))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +63,6 @@ class JsonlWriter:
         self._lines.append(json.dumps(row, ensure_ascii=False, separators=(",", ":")))
         if len(self._lines) >= self._buffer_rows:
             self.flush()
-
-    def write_all(self, rows: Iterable[Any]) -> None:
-        for row in rows:
-            self.write(row)
 
     def flush(self) -> None:
         if self._lines:

@@ -1,4 +1,4 @@
-"""Turns statistics and units into rows of named floats: means and maxima, percentiles, lags, lengths, drops."""
+"""Turns statistics, lags and drops into rows of named floats. What a batch is worth is measured in `training.metrics`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-import numpy as np
-
-from headrace.types import NO_VERSION, Group, Metrics, Stat
+from headrace.types import Group, Metrics, Stat
 
 LAG_BUCKETS = 16
 """Lags from this on share one bucket of the histogram."""
@@ -26,19 +24,13 @@ def flatten(metrics: Metrics | Mapping[str, float | Stat]) -> dict[str, float]:
     return row
 
 
-def percentile(values: Sequence[float] | np.ndarray, q: float) -> float:
-    """The q-th percentile (0..100), linear between neighbours; 0 for no values."""
-    finite = [value for value in map(float, values) if math.isfinite(value)]
-    return float(np.percentile(finite, q)) if finite else 0.0
-
-
 def mean(values: Iterable[float]) -> float:
     """0 for no values; values that are not finite are left out."""
     finite = [value for value in map(float, values) if math.isfinite(value)]
     return sum(finite) / len(finite) if finite else 0.0
 
 
-# ------------------------------------------------------------------------------------------------ one batch's units
+# ------------------------------------------------------------------------------------------------------------- lags
 
 
 def lag_metrics(lags: Sequence[int]) -> dict[str, float]:
@@ -58,55 +50,6 @@ def lag_histogram(rows: Iterable[Mapping[str, float | None]]) -> dict[str, int]:
             if name.startswith("lag/hist/") and value is not None:
                 counts[name.removeprefix("lag/hist/")] += int(value)
     return dict(sorted(counts.items(), key=lambda item: int(item[0].rstrip("+"))))
-
-
-def length_metrics(lengths: Sequence[int]) -> dict[str, float]:
-    """Sampled tokens of each completion."""
-    return {
-        "length/mean": mean(lengths),
-        "length/p50": percentile(lengths, 50),
-        "length/p99": percentile(lengths, 99),
-        "length/max": float(max(lengths, default=0)),
-    }
-
-
-def batch_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
-    """reward/*, group/*, length/*, finish/* and lag/* of a batch taken at trainer version `version`.
-
-    Rewards None and NaN are left out of the means and counted in reward/missing_share.
-    """
-    scores = [score for group in groups for score in group.scores]
-    rewards = [float(s.reward) for s in scores if s.reward is not None and math.isfinite(s.reward)]
-    row = {
-        "reward/mean": mean(rewards),
-        "reward/std": float(np.std(rewards)) if rewards else 0.0,
-        "reward/missing_share": 1.0 - len(rewards) / len(scores) if scores else 0.0,
-        "group/zero_variance_share": mean(_zero_variance(group) for group in groups),
-        "group/size": mean(group.size for group in groups),
-    }
-    parts: dict[str, list[float]] = {}
-    for score in scores:
-        for name, value in score.parts.items():
-            if value is not None:
-                parts.setdefault(name, []).append(value)
-    row |= {f"reward/part/{name}": mean(values) for name, values in parts.items()}
-    episodes = [episode for group in groups for episode in group.episodes]
-    row |= length_metrics([episode.completion_length for episode in episodes])
-    reasons = Counter(sample.finish_reason for episode in episodes for sample in episode.samples)
-    samples = sum(reasons.values())
-    for reason in ("stop", "length", "abort"):
-        row[f"finish/{reason}"] = reasons[reason] / samples if samples else 0.0
-    if reasons["tool"]:
-        row["finish/tool"] = reasons["tool"] / samples
-    row["length/truncated_share"] = row["finish/length"]
-    lags = [max(0, version - group.oldest_version) for group in groups if group.oldest_version != NO_VERSION]
-    return row | lag_metrics(lags)
-
-
-def _zero_variance(group: Group) -> bool:
-    """Nothing to learn from: no two valid rewards differ."""
-    rewards = [s.reward for s in group.scores if s.reward is not None and math.isfinite(s.reward)]
-    return not rewards or max(rewards) == min(rewards)
 
 
 # ------------------------------------------------------------------------------------------------------------ drops

@@ -207,7 +207,6 @@ class Controller:
                 self.waits["admission"] = "closed"
                 return
             self._event("admitted", lease.lease_id)
-            lease.admitted_version = self.weight_sync.live_version
             task = asyncio.create_task(self._produce(lease), name=f"rollout {lease.lease_id}")
             self.producing[lease.lease_id] = (lease, task)
             task.add_done_callback(self._notice)

@@ -17,11 +17,10 @@ from headrace.observability.recorder import RunRecorder
 from headrace.orchestrator.checkpoint import Checkpoints, capture
 from headrace.orchestrator.controller import Controller, StepReport, first_line
 from headrace.protocols import Lease
-from headrace.types import EngineStats, Event, FlowStatus, Group, Stat, Unit
+from headrace.types import Event, FlowStatus, Group, Stat, Unit
 
 STATUS_S = 0.25
 STATS_S = 1.0
-SAMPLE_LETTERS = 160
 FLAT_STEPS = 5
 
 
@@ -55,7 +54,6 @@ class Narrator:
         self._flat_steps = 0
         self.last: StepReport | None = None
         self._recent: list[tuple[float, int, int]] = []
-        self._engine_before: dict[str, EngineStats] = {}
         self._update_ended_ns = 0
         self._awaited_version: int | None = None
         self._to_first_token_s: float | None = None

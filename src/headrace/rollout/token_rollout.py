@@ -97,7 +97,7 @@ class TokenRollout:
     """A rollout function for language tasks: ``await rollout(lease) -> Group``.
 
     open_time: seconds on a clock that stands while dispatch is held by a weight sync
-    active: counts scores in progress, for an interruption that waits for them
+    scoring: counts scores in progress, for an interruption that waits for them
     """
 
     def __init__(

@@ -37,7 +37,6 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     masks: list[np.ndarray] | None = None
-    routes: list[np.ndarray] | None = None
     started: bool = False
     """A forward pass worked for it in this try."""
     reported: int = 0
