@@ -137,7 +137,9 @@ def run(mutant: Mutant, scratch: Path) -> tuple[bool, str]:
         capture_output=True,
         text=True,
     )
-    red = [line.removeprefix("FAILED ").split(" - ")[0] for line in result.stdout.splitlines() if line.startswith("FAILED")]
+    red = [
+        line.removeprefix("FAILED ").split(" - ")[0] for line in result.stdout.splitlines() if line.startswith("FAILED")
+    ]
     if not red and "Timeout" in result.stdout + result.stderr:
         red = ["a test that no longer ends"]
     return result.returncode != 0 and bool(red), red[0] if red else result.stdout[-300:]

@@ -17,7 +17,7 @@ MOST_FILES, MOST_LINES = 16, 2000
 LEFT_OUT = ("observability/", "narrator.py", "config.py", "configbase.py", "checkpoint")
 """What watches, configures or saves a run is not the path of data."""
 
-TRACER = '''
+TRACER = """
 import ast, atexit, builtins, json, os
 from importlib.machinery import SourceFileLoader
 
@@ -54,7 +54,7 @@ def _exit_after_writing(code):
     _write()
     _exit(code)
 os._exit = _exit_after_writing
-'''
+"""
 """Marks each function of the package as it is entered. (A profile hook would slow every import down tenfold.)"""
 
 

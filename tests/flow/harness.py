@@ -25,7 +25,7 @@ from headrace.orchestrator.runtimes.simulated import run_simulated
 from headrace.orchestrator.weight_sync import WeightSync
 from headrace.protocols import Lease, RewardRequest, Turn
 from headrace.rollout.config import GroupConfig
-from headrace.rollout.engines.scripted import ScriptedCosts, ScriptedEngine, build_scripted
+from headrace.rollout.engines.scripted import ScriptedCosts, ScriptedEngine
 from headrace.rollout.partial import PARTIAL_POLICIES
 from headrace.rollout.token_rollout import TokenRollout
 from headrace.types import Event, Generation, Group, Metrics, SamplingParams, Score, Task, WeightTicket
@@ -54,7 +54,7 @@ class Plan:
     tasks: int | None = None
     train_s: float = 1.0
     score_s: float = 0.1
-    costs: ScriptedCosts = ScriptedCosts()
+    costs: ScriptedCosts = field(default_factory=ScriptedCosts)
     drop_share: float = 0.0
     """Share of groups that the trainer's filter drops."""
     score_fails: float = 0.0
@@ -214,7 +214,9 @@ class FlakyEngine(ScriptedEngine):
         await super().commit(ticket, running)
 
 
-def build_flaky(context: Any, costs: ScriptedCosts, lose: float, rng: random.Random, register: list[Any]) -> FlakyEngine:
+def build_flaky(
+    context: Any, costs: ScriptedCosts, lose: float, rng: random.Random, register: list[Any]
+) -> FlakyEngine:
     engine = FlakyEngine(context, costs, lose, rng)
     register.append(engine)
     return engine
@@ -285,7 +287,9 @@ async def _simulate(plan: Plan) -> Outcome:
 
     async def spawn(name: str) -> EngineSlot:
         await asyncio.sleep(2.0)
-        proxy = await runtime.spawn(name, build_flaky, plan.costs, plan.lose_replies, random.Random(faults.random()), engines)
+        proxy = await runtime.spawn(
+            name, build_flaky, plan.costs, plan.lose_replies, random.Random(faults.random()), engines
+        )
         return EngineSlot(name, proxy)
 
     for number in range(plan.engines):

@@ -60,7 +60,12 @@ def plans(draw) -> Plan:
     )
 
 
-@settings(max_examples=FLOW_EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), derandomize="HEADRACE_FUZZ_EXAMPLES" not in os.environ)
+@settings(
+    max_examples=FLOW_EXAMPLES,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize="HEADRACE_FUZZ_EXAMPLES" not in os.environ,
+)
 @given(plans())
 def test_every_schedule_keeps_the_laws_and_ends(plan: Plan):
     outcome = simulate(plan)
@@ -71,7 +76,12 @@ def test_every_schedule_keeps_the_laws_and_ends(plan: Plan):
     assert outcome.controller.dispatcher.outstanding() == 0, "a request outlived its lease"
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck), derandomize="HEADRACE_FUZZ_EXAMPLES" not in os.environ)
+@settings(
+    max_examples=15,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize="HEADRACE_FUZZ_EXAMPLES" not in os.environ,
+)
 @given(plans())
 def test_every_schedule_repeats(plan: Plan):
     assert simulate(plan).log == simulate(plan).log

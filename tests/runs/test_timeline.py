@@ -12,7 +12,12 @@ APART = ("runtime=processes", "weights.channel=shared_memory")
 
 def test_engine_and_trainer_overlap_when_separate(lab):
     ran = lab.here(
-        "placement=separate", *APART, "training.groups=48", "group.size=8", "training.steps=10", "training.minibatches=2"
+        "placement=separate",
+        *APART,
+        "training.groups=48",
+        "group.size=8",
+        "training.steps=10",
+        "training.minibatches=2",
     )
     assert ran.code == 0, ran.err
     events = ran.events

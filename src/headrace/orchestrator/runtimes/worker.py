@@ -7,8 +7,8 @@ It lives no longer than its controller: end of file on the socket ends it, and s
 from __future__ import annotations
 
 import asyncio
-import gc
 import ctypes
+import gc
 import inspect
 import os
 import signal
