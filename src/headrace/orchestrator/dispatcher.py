@@ -33,7 +33,12 @@ async def with_deadline(call: Awaitable[T], seconds: float, what: str) -> T:
 
 @dataclass(slots=True, eq=False)
 class EngineSlot:
-    """One engine as the dispatcher knows it. `calls` maps request ids to the tasks that wait for them."""
+    """One engine as the dispatcher knows it.
+
+    calls: request ids to the tasks that wait for them
+    moved_at: when it was last seen to make progress, or had nothing to do (seconds of the loop's clock)
+    unknown: request ids to how many examinations in a row did not find them on the engine
+    """
 
     name: str
     proxy: Proxy
@@ -43,6 +48,14 @@ class EngineSlot:
     stats: EngineStats = field(default_factory=EngineStats)
     moved_at: float = 0.0
     unknown: Counter[str] = field(default_factory=Counter)
+
+    def heard(self, stats: EngineStats) -> None:
+        """Take in what the engine says of itself, whoever asked: tokens since the last word are progress."""
+        before = self.stats
+        moved = stats.generated_tokens > before.generated_tokens or stats.prompt_tokens > before.prompt_tokens
+        if moved or stats.paused or not self.calls:
+            self.moved_at = asyncio.get_running_loop().time()
+        self.stats = stats
 
 
 class Dispatcher:
@@ -209,17 +222,13 @@ class Dispatcher:
                 await self._examine(slot)
 
     async def _examine(self, slot: EngineSlot) -> None:
-        loop = asyncio.get_running_loop()
         try:
             stats = await with_deadline(slot.proxy.stats(), self.generate_timeout_s, f"{slot.name}.stats")
         except PartFailed as error:
             self.fence(slot, str(error))
             return
-        moved = stats.generated_tokens > slot.stats.generated_tokens or stats.prompt_tokens > slot.stats.prompt_tokens
-        if moved or stats.paused or not slot.calls:
-            slot.moved_at = loop.time()
-        slot.stats = stats
-        if loop.time() - slot.moved_at >= self.generate_timeout_s:
+        slot.heard(stats)
+        if asyncio.get_running_loop().time() - slot.moved_at >= self.generate_timeout_s:
             self.fence(
                 slot, f"{slot.name} made no token for {self.generate_timeout_s:g} s with {len(slot.calls)} requests"
             )

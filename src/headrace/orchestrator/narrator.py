@@ -219,7 +219,7 @@ class Narrator:
         for slot in self.controller.dispatcher.live():
             try:
                 async with asyncio.timeout(STATS_S):
-                    slot.stats = await slot.proxy.stats()
+                    slot.heard(await slot.proxy.stats())
             except (PartFailed, TimeoutError):
                 continue  # the dispatcher's own watch decides what to make of it
 
