@@ -284,13 +284,16 @@ class Assembly:
         return open_channel(self.config.weights.channel)
 
     async def _learner(self, runtime: Runtime, model: Path, channel: Any, restored: Restored | None) -> Any:
-        from headrace.training.backends.single_device import build_single_device
-
         config = self.config
+        match config.training.backend:
+            case "single_device":
+                from headrace.training.backends.single_device import build_single_device as build
+            case other:
+                raise ConfigError("training.backend", f'found "{other}", which is not available in this version')
         max_length = config.rollout.sampling.max_tokens
         backend = await runtime.spawn(
             "trainer",
-            build_single_device,
+            build,
             config.training,
             str(model),
             config.model.dtype,
@@ -309,21 +312,28 @@ class Assembly:
     async def _engines(self, runtime: Runtime, dispatcher: Dispatcher, model: Path, channel: Any) -> Any:
         """Spawn the engines; returns how to spawn a replacement."""
         config = self.config
-        local = config.runtime == "local"
+        inline = config.runtime == "local"
+        arguments: tuple[Any, ...] = (
+            config.rollout.engine,
+            str(model),
+            config.model.dtype,
+            channel,
+            config.weights.kv_on_swap,
+        )
+        factory: Callable[..., Any]
         match "scripted" if self.only == "train" else config.rollout.engine.kind:
             case "native":
-                from headrace.rollout.engines.native.engine import build_native as build
+                from headrace.rollout.engines.native.engine import build_native
+
+                factory = partial(build_native, inline=inline)
             case "hf":
-                from headrace.rollout.engines.hf import build_hf as build
+                from headrace.rollout.engines.hf import build_hf
+
+                factory = partial(build_hf, inline=inline)
             case _:
                 from headrace.rollout.engines.scripted import build_scripted
 
-                build = None
-        if build is None:
-            factory, arguments = build_scripted, ()
-        else:
-            factory = partial(build, inline=local)
-            arguments = (config.rollout.engine, str(model), config.model.dtype, channel, config.weights.kv_on_swap)
+                factory, arguments = build_scripted, ()
 
         async def spawn(name: str) -> EngineSlot:
             resources = Resources(threads=config.rollout.engine.threads)
@@ -484,7 +494,7 @@ class Assembly:
         for problem in self.narrator.recorder.problems:
             self.display.message(problem)
         if self.only == "rollout":
-            rates = self.narrator._rates()
+            rates = self.narrator.rates()
             self.display.message(
                 f"rollout alone: {self.narrator.samples} samples, {rates[0]:.1f} samples/s, {rates[1]:.0f} tokens/s; "
                 f"train on them with --only train --samples {self.run_dir / 'groups'}"

@@ -135,7 +135,7 @@ class Narrator:
     def _row(self, report: StepReport) -> dict[str, Any]:
         controller = self.controller
         ledger, sync = controller.ledger, report.sync
-        rates = self._rates()
+        rates = self.rates()
         row: dict[str, Any] = {
             **report.metrics,
             **lag_metrics(report.lags),
@@ -185,7 +185,7 @@ class Narrator:
             "sync/standstill_s": max(slot.stats.standstill_s for slot in slots),
         }
 
-    def _rates(self) -> tuple[float, float]:
+    def rates(self) -> tuple[float, float]:
         """(samples, tokens) trained a second over the last steps."""
         if not self._recent:
             return 0.0, 0.0
@@ -225,7 +225,7 @@ class Narrator:
 
     def status(self) -> FlowStatus:
         controller, report = self.controller, self.last
-        rates, sync = self._rates(), controller.weight_sync
+        rates, sync = self.rates(), controller.weight_sync
         reward = report.metrics.get("reward/mean") if report else None
         running = {
             slot.name: f"generates {len(slot.calls)} requests" if slot.calls else "idle, no request"
