@@ -458,7 +458,11 @@ class WeightTicket:
 @travels
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """What an engine says of itself. `progress` maps running request ids to the tokens they have sampled."""
+    """What an engine says of itself.
+
+    progress: ids of all requests that it has, running and waiting, to the tokens they have sampled
+    generated_tokens, prompt_tokens, cached_prompt_tokens, preemptions, swaps, prefill_s, decode_s: since it was built
+    """
 
     version: int = NO_VERSION
     staged_version: int = NO_VERSION
@@ -504,7 +508,7 @@ BUSY_KINDS: dict[str, tuple[str, ...]] = {
 
 An engine joins forward passes that follow one another into one `generate` event of at most 0.25 s. The controller
 records waits ("wait_batch": the trainer has no batch; "wait_room": admission waits for a lease; "wait_sync": the trainer
-waits for the previous weight sync; "gate": dispatch is held by a sync) with durations, and points: "admitted", "put",
+waits for the previous weight sync; "gate": dispatch is held by a sync) and "sync" with durations, and points: "admitted", "put",
 "taken", "trained", "dropped" (subject ``lease:reason``), "recycled", "live" (version), "fenced", "joined".
 """
 

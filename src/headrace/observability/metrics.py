@@ -1,15 +1,19 @@
-"""Turns statistics, lags and drops into rows of named floats. What a batch is worth is measured in `training.metrics`."""
+"""Turns statistics, lags, drops and events into rows of named floats. What a batch is worth is measured in `training.metrics`."""
 
 from __future__ import annotations
 
 import math
+import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from headrace.types import Group, Metrics, Stat
+from headrace.observability.activity import Interval, busy_kinds, merge, part_of, total_ns
+from headrace.types import Event, Group, Metrics, Stat
 
 LAG_BUCKETS = 16
 """Lags from this on share one bucket of the histogram."""
+STEP_KINDS = ("annotate", "forward_backward", "optimizer_step")
+"""Kinds of the trainer's work within a step."""
 
 
 def flatten(metrics: Metrics | Mapping[str, float | Stat]) -> dict[str, float]:
@@ -114,3 +118,46 @@ class DropTally:
 def unit_lengths(group: Group) -> list[int]:
     """Sampled tokens of each episode, as `DropTally` wants them."""
     return [episode.completion_length for episode in group.episodes]
+
+
+# ------------------------------------------------------------------------------------------------------------- work
+
+
+class WorkTally:
+    """How busy each part was between one row and the next, by the events that came in meanwhile.
+
+    An event is counted when it arrives, up to half a second after its end: shares are right over several steps, and off by
+    so much in one. The first window opens with the first event. Any thread may report one.
+    """
+
+    def __init__(self) -> None:
+        self._worked: dict[str, list[Interval]] = {}
+        """Source -> when it worked, since the last row. A source that was seen once stays."""
+        self._training_ns: Counter[str] = Counter()
+        """Kind of the trainer's work -> time since the last row."""
+        self._since_ns: int | None = None
+        self._lock = threading.Lock()
+
+    def event(self, event: Event) -> None:
+        with self._lock:
+            if self._since_ns is None:
+                self._since_ns = event.time_ns
+            if event.kind not in busy_kinds(event.source):
+                return
+            self._worked.setdefault(event.source, []).append((event.time_ns, event.time_ns + event.duration_ns))
+            if part_of(event.source) == "trainer":
+                self._training_ns[event.kind] += event.duration_ns
+
+    def row(self, now_ns: int) -> dict[str, float]:
+        """idle/SOURCE for every part seen so far, and time/KIND_s for the trainer's kinds of work; starts over."""
+        with self._lock:
+            worked, self._worked = self._worked, {source: [] for source in self._worked}
+            training_ns, self._training_ns = self._training_ns, Counter()
+            since_ns, self._since_ns = self._since_ns, now_ns
+        window_ns = max(1, now_ns - since_ns) if since_ns is not None else 1
+        row = {
+            f"idle/{source}": max(0.0, 1.0 - total_ns(merge(at)) / window_ns) for source, at in sorted(worked.items())
+        }
+        for kind in STEP_KINDS:
+            row[f"time/{kind}_s"] = training_ns[kind] / 1e9
+        return row

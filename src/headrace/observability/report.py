@@ -40,15 +40,15 @@ REPORT_FILE = "report.html"
 RUN_FILES = ("run.json", METRICS_FILE, EVENTS_FILE, "config.toml", "config.json")
 
 STEP_PARTS = {
-    "waiting for a batch": ("wait_batch", ("time/wait_batch_s",)),
-    "annotate": ("annotate", ("time/annotate_s",)),
-    "forward + backward": ("forward_backward", ("time/forward_backward_s",)),
-    "optimizer": ("optimizer_step", ("time/optimizer_step_s", "time/optimizer_s")),
-    "publish": ("publish", ("time/publish_s",)),
-    "waiting for the last sync": ("wait_sync", ("time/wait_sync_s",)),
-    "save": ("save", ("time/save_s",)),
+    "waiting for a batch": ("wait_batch", "time/wait_batch_s"),
+    "annotate": ("annotate", "time/annotate_s"),
+    "forward + backward": ("forward_backward", "time/forward_backward_s"),
+    "optimizer": ("optimizer_step", "time/optimizer_step_s"),
+    "publish": ("publish", "time/publish_s"),
+    "waiting for the last sync": ("wait_sync", "time/wait_sync_s"),
+    "save": ("save", "time/save_s"),
 }
-"""Where a step's seconds go: name -> (event kind, metric names, the first recorded one counts)."""
+"""Where a step's seconds go: name -> (event kind, metric), the metric before the events."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,12 +74,9 @@ class Report:
     def steps(self) -> list[float]:
         return [row["step"] for row in self.rows]
 
-    def column(self, *names: str) -> list[float]:
-        """The values of the first name that any row has; NaN where a row lacks it."""
-        for name in names:
-            if any(name in row for row in self.rows):
-                return [row.get(name, math.nan) for row in self.rows]
-        return [math.nan] * len(self.rows)
+    def column(self, name: str) -> list[float]:
+        """The metric's values; NaN where a row lacks it."""
+        return [row.get(name, math.nan) for row in self.rows]
 
     def last(self, name: str) -> float | None:
         return next((row[name] for row in reversed(self.rows) if name in row), None)
@@ -109,8 +106,8 @@ class Report:
         """Name of the part of a step -> seconds at each step, from metrics or, where they lack it, from events."""
         from_events = step_times_from_events(self.events, [int(step) for step in self.steps()])
         times: dict[str, list[float]] = {}
-        for name, (kind, metrics) in STEP_PARTS.items():
-            column = self.column(*metrics)
+        for name, (kind, metric) in STEP_PARTS.items():
+            column = self.column(metric)
             times[name] = from_events.get(kind, column) if all(map(math.isnan, column)) else column
         whole = self.column("time/step_s")
         known = [sum(v for v in at if math.isfinite(v)) for at in zip(*times.values(), strict=True)]

@@ -354,6 +354,8 @@ class Controller:
     async def _make_live(self, ticket: Any) -> None:
         self.waits["weights"] = f"sync to version {ticket.version}"
         times = await self._timed("sync", self.weight_sync.sync(ticket))
+        if self.weight_sync.interruption.drain:
+            self._span("gate", times.drain_s + times.commit_s)
         self._settle_live(ticket.version)
         self._event("live", "", times.version)
         self.waits["weights"] = f"version {times.version} is live"
@@ -497,11 +499,15 @@ class Controller:
         try:
             return await call
         finally:
-            waited = clock() - started
-            if waited > 1e-3:
-                self.observer.event(
-                    Event(int(started * 1e9), "controller", kind, "", self.versions.version, int(waited * 1e9))
-                )
+            self._span(kind, clock() - started)
+
+    def _span(self, kind: str, seconds: float) -> None:
+        """Something that took so long and has just ended."""
+        if seconds > 1e-3:
+            began = asyncio.get_running_loop().time() - seconds
+            self.observer.event(
+                Event(int(began * 1e9), "controller", kind, "", self.versions.version, int(seconds * 1e9))
+            )
 
     def _event(self, kind: str, subject: str = "", version: int = NO_VERSION) -> None:
         now = int(asyncio.get_running_loop().time() * 1e9)

@@ -12,7 +12,7 @@ from typing import Any
 
 from headrace.errors import PartFailed
 from headrace.observability.display import Display
-from headrace.observability.metrics import DropTally, lag_metrics, unit_lengths
+from headrace.observability.metrics import DropTally, WorkTally, lag_metrics, unit_lengths
 from headrace.observability.recorder import RunRecorder
 from headrace.orchestrator.checkpoint import Checkpoints, capture
 from headrace.orchestrator.controller import Controller, StepReport, first_line
@@ -44,6 +44,7 @@ class Narrator:
         self.total_steps, self.decode, self.describe = total_steps, decode, describe
         self.evaluator, self.reward_metrics = evaluator, reward_metrics
         self.tally = DropTally()
+        self.work = WorkTally()
         self.started = time.monotonic()
         self.evaluation_s = 0.0
         self.samples = 0
@@ -62,6 +63,7 @@ class Narrator:
 
     def event(self, event: Event) -> None:
         self.recorder.event(event)
+        self.work.event(event)
         # From the end of an optimiser step to the first forward pass with what it made.
         if event.kind == "publish" and event.source.startswith("trainer"):
             self._update_ended_ns, self._awaited_version = event.time_ns, event.version
@@ -142,6 +144,7 @@ class Narrator:
             **self.tally.row(),
             **self.reward_metrics(),
             **self._engine_metrics(),
+            **self.work.row(time.monotonic_ns()),
             "queue/ready": float(len(controller.buffer.ready)),
             "queue/held": float(len(ledger.in_flight)),
             "queue/running": float(ledger.count("admitted")),
@@ -168,7 +171,7 @@ class Narrator:
         return row
 
     def _engine_metrics(self) -> dict[str, float]:
-        """Occupancy and rates of all engines together, since the step before."""
+        """Of the engines that live, as they last said: occupancy at that moment, the rest since each was started."""
         slots = self.controller.dispatcher.live()
         if not slots:
             return {}
