@@ -59,3 +59,20 @@ def test_the_readme_names_every_preset_and_only_files_that_exist():
 
 def test_every_key_says_what_it_is(config_docs):
     assert not [line for line in config_docs.render().splitlines() if line.endswith("|  |")]
+
+
+def test_the_metrics_page_names_every_metric_that_is_written():
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    named: set[str] = set()
+    for cell in re.findall(r"^\| (`.*?) \|", page, re.M):
+        prefix = ""
+        for name in re.findall(r"`([^`]+)`", cell):
+            prefix = name.rpartition("/")[0] if "/" in name else prefix
+            named.add(name if "/" in name else f"{prefix}/{name}")
+    written: set[str] = set()
+    for file in ("orchestrator/narrator.py", "training/metrics.py", "training/losses.py", "reward/meter.py"):
+        source = (ROOT / "src" / "headrace" / file).read_text(encoding="utf-8")
+        written |= set(re.findall(r'"([a-z]+/[a-z0-9_]+)"', source))
+    assert len(written) > 50
+    prefixes = {name for name in written if any(other.startswith(f"{name}/") for other in named)}
+    assert sorted(written - named - prefixes) == []

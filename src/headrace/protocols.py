@@ -285,7 +285,7 @@ class Store(Protocol):
 
 
 class Buffer(Protocol):
-    """Holds units between rollout and training. Only `admit` and `take` wait."""
+    """Leases out, batches of their units in between, and places free again. Only `admit` and `take` wait."""
 
     async def admit(self) -> Lease:
         """Wait for room, *then* pick a task. Raises `BufferClosed` when there is nothing more to admit."""
@@ -296,7 +296,7 @@ class Buffer(Protocol):
         ...
 
     async def take(self, n: int, version: int) -> list[tuple[Lease, Unit]]:
-        """Wait for n units fresh enough for `version`; sorted by lease index. Fewer only after `close`, none at the end."""
+        """Wait for n units fresh enough for `version`; by lease index. Fewer, or none, only when nothing more comes."""
         ...
 
     def settle(self, lease: Lease, outcome: str, remainder: Any = None) -> bool:

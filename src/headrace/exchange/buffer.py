@@ -21,7 +21,7 @@ from headrace.types import Task, Unit
 class LeaseBuffer:
     """The `Buffer` of every run; where the bytes lie is the store's matter.
 
-    `on_drop(lease, reason)` is told of each lease that ends untrained, with its unit if there was one.
+    `on_drop(lease, reason, unit)` is told of each lease that ends untrained, with its unit if there was one.
     """
 
     def __init__(

@@ -70,21 +70,32 @@ class StepReport:
 
 
 class FlowObserver(Protocol):
-    """Who watches a run: records events, shows steps, keeps checkpoints. None of it changes the flow."""
+    """Who watches a run: records events, shows steps, keeps checkpoints, evaluates. None of it changes what flows.
 
-    def event(self, event: Event) -> None: ...
+    Training stands while `checkpoint` and `evaluate` are awaited; rollouts go on.
+    """
+
+    def event(self, event: Event) -> None:
+        """Something of the controller's, for the timeline; parts report their own."""
+        ...
 
     def step(self, report: StepReport) -> None: ...
 
-    def message(self, text: str) -> None: ...
+    def message(self, text: str) -> None:
+        """One line for people."""
+        ...
 
-    def dropped(self, lease: Lease, reason: str, unit: Unit | None) -> None: ...
+    def dropped(self, lease: Lease, reason: str, unit: Unit | None) -> None:
+        """A lease ended untrained, recycled ones included; `unit` if it had come so far."""
+        ...
 
     def version_written(self, version: int) -> None:
         """Make the number durable: called before any engine may see it."""
         ...
 
-    async def checkpoint(self, controller: Controller) -> None: ...
+    async def checkpoint(self, controller: Controller) -> None:
+        """A checkpoint that cannot be written is said, not raised."""
+        ...
 
     async def evaluate(self, step: int) -> None: ...
 
