@@ -220,6 +220,8 @@ def validate(config: RunConfig, *, only: Only | None = None) -> list[str]:
         found = _at(config, path)
         if found not in choices:
             raise ConfigError(path, f'found "{found}", which is not available in this version; use {_or(choices)}')
+    if config.staleness.cancel_group:
+        raise ConfigError("staleness.cancel_group", "found true, which is not available in this version; leave it out")
     return _warnings(config)
 
 
