@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.exchange.config import BufferConfig, StalenessConfig
-from headrace.exchange.staleness import Capacity, VersionLine, is_stale, steps_ahead
+from headrace.exchange.config import BufferConfig, StalenessConfig, steps_ahead
+from headrace.exchange.staleness import Capacity, VersionLine, is_stale
 from headrace.types import NO_VERSION
 
 
