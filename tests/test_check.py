@@ -29,7 +29,9 @@ def model(tmp_path_factory) -> Path:
 
 
 def page(model: Path, capsys, *overrides: str) -> tuple[int, str, str]:
-    config = load_config("tiny", [f"model.path={model}", "training.groups=4", "rollout.sampling.max_tokens=8", *overrides])
+    config = load_config(
+        "tiny", [f"model.path={model}", "training.groups=4", "rollout.sampling.max_tokens=8", *overrides]
+    )
     code = check(config)
     captured = capsys.readouterr()
     return code, captured.out, captured.err
@@ -120,7 +122,14 @@ def test_a_cut_weight_file_is_one_line(model, tmp_path):
 def test_memory_by_hand():
     config = resolve(
         load_config(
-            "tiny", ["training.groups=2", "rollout.sampling.max_tokens=8", "training.micro_tokens=9999", "group.size=3", "rollout.engine.kv_tokens=64"]
+            "tiny",
+            [
+                "training.groups=2",
+                "rollout.sampling.max_tokens=8",
+                "training.micro_tokens=9999",
+                "group.size=3",
+                "rollout.engine.kv_tokens=64",
+            ],
         )
     )
     parts = memory_parts(config, SHAPE, prompt_tokens=6)
