@@ -10,6 +10,7 @@ from headrace.observability.timeline import flow_window, overlap_share
 APART = ("runtime=processes", "weights.channel=shared_memory")
 
 
+@pytest.mark.slow
 def test_engine_and_trainer_overlap_when_separate(lab):
     ran = lab.here(
         "placement=separate",
@@ -32,6 +33,7 @@ def test_engine_and_trainer_never_overlap_in_sync(lab):
     assert {event.source for event in events} >= {"engine-0", "trainer"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "part, delay",
     [

@@ -1,0 +1,15 @@
+"""Settings of the whole suite: property tests repeat, and a busy machine does not fail them."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "steady",
+    deadline=None,
+    derandomize="HEADRACE_FUZZ_EXAMPLES" not in os.environ,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("steady")
