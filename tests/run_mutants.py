@@ -99,6 +99,7 @@ MUTANTS = [
         "orchestrator/dispatcher.py",
         "            if not slot.fenced:\n                self._background(self._quietly(slot.proxy.abort(request.request_id)))\n",
         "",
+        ("tests/orchestrator/test_dispatcher_cancel.py",),
     ),
     Mutant(
         "the version is written after the sync",
