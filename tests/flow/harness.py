@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from headrace.errors import PartFailed
 from headrace.exchange.buffer import LeaseBuffer
 from headrace.exchange.interruption import INTERRUPTIONS
 from headrace.exchange.ledger import Ledger
@@ -331,8 +330,6 @@ async def _simulate(plan: Plan) -> Outcome:
     error: BaseException | None = None
     try:
         await controller.run()
-    except PartFailed as raised:
-        error = raised
     except Exception as raised:
         error = raised
     seconds = loop.time()
