@@ -99,6 +99,11 @@ class Credit(NamedTuple):
     targets: Array
 
 
+def _masked(valid: Array | None, *arrays: Array) -> tuple[Array, ...]:
+    """The arrays with 0 where a row is not valid, whatever stood there: 0 * NaN would reach the rows before it."""
+    return arrays if valid is None else tuple(np.where(valid, array, 0.0) for array in arrays)
+
+
 def _next_values(values: Array, bootstrap: Array, cut: Array, cut_values: Array | None) -> Array:
     """[T, ...] V of the following state: the next row, `bootstrap` after the last, `cut_values` where a path was cut."""
     following = np.concatenate([values[1:], bootstrap[None]])
@@ -113,12 +118,15 @@ def gae(
     lam: float,
     truncated: Array | None = None,
     truncation_values: Array | None = None,
+    valid: Array | None = None,
 ) -> Credit:
     """[T, ...] generalised advantage estimates: A_t = d_t + discount_t lam A_{t+1}. Schulman et al. 2016, arXiv:1506.02438.
 
     discounts: gamma, and 0 where the episode terminated
     truncated: the path was cut after this step; it bootstraps from `truncation_values` and nothing later flows back
+    valid: False for a row that is no step (a reset row, which follows an end): both results are 0 there, whatever it holds
     """
+    rewards, values = _masked(valid, rewards, values)
     cut = np.zeros(rewards.shape, dtype=bool) if truncated is None else truncated.astype(bool)
     last = np.broadcast_to(np.asarray(bootstrap, dtype=np.float64), rewards.shape[1:])
     deltas = rewards + discounts * _next_values(values, last, cut, truncation_values) - values
@@ -127,7 +135,7 @@ def gae(
     for t in reversed(range(len(rewards))):
         running = deltas[t] + np.where(cut[t], 0.0, discounts[t] * lam) * running
         advantages[t] = running
-    return Credit(advantages, advantages + values)
+    return Credit(*_masked(valid, advantages, advantages + values))
 
 
 def token_gae(rewards: Array, values: Array, mask: Array, gamma: float, lam: float) -> Credit:
@@ -156,12 +164,15 @@ def vtrace(
     truncation_values: Array | None = None,
     clip_rho: float = 1.0,
     clip_c: float = 1.0,
+    valid: Array | None = None,
 ) -> Credit:
     """[T, ...] V-trace. Espeholt et al. 2018, arXiv:1802.01561.
 
     rhos: current over behaviour probability of each action
     targets: v_t = V_t + sum_k discounts...c (d_k); advantages: min(rho, clip) (r_t + discount_t v_{t+1} - V_t)
+    truncated, truncation_values, valid: as for `gae`
     """
+    rhos, rewards, values = _masked(valid, rhos, rewards, values)
     cut = np.zeros(rewards.shape, dtype=bool) if truncated is None else truncated.astype(bool)
     last = np.broadcast_to(np.asarray(bootstrap, dtype=np.float64), rewards.shape[1:])
     clipped, traces = np.minimum(rhos, clip_rho), np.minimum(rhos, clip_c)
@@ -173,4 +184,4 @@ def vtrace(
         corrections[t] = running
     targets = values + corrections
     advantages = clipped * (rewards + discounts * _next_values(targets, last, cut, truncation_values) - values)
-    return Credit(advantages, targets)
+    return Credit(*_masked(valid, advantages, targets))
