@@ -108,18 +108,25 @@ def _finishes(lab):
 # ------------------------------------------------------------------------------------------------------------ Ctrl-C
 
 
-@pytest.mark.parametrize("whole_group", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_ctrl_c_stops_with_a_checkpoint_and_resume_does_the_rest(lab, whole_group):
-    """The terminal sends it to the whole process group, `kill -2` to the controller alone."""
+@pytest.mark.parametrize(
+    ("whole_group", "number"),
+    [
+        (True, signal.SIGINT),
+        pytest.param(True, signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(False, signal.SIGINT, marks=pytest.mark.slow),
+    ],
+)
+def test_a_stop_signal_ends_with_a_checkpoint_and_resume_does_the_rest(lab, whole_group, number):
+    """A terminal sends Ctrl-C to the whole process group, as a batch scheduler its SIGTERM; `kill -2` goes to the controller alone."""
     lab.config(reward="slow")
     words = ("runtime=processes", "placement=separate") if whole_group else ()
     running = lab.start(*words, "training.steps=60")
     running.until_step(2)
     time.sleep(random.random() * 0.3)
     if whole_group:
-        os.killpg(running.process.pid, signal.SIGINT)
+        os.killpg(running.process.pid, number)
     else:
-        running.process.send_signal(signal.SIGINT)
+        running.process.send_signal(number)
     ran = running.wait()
     assert ran.code == 130, ran.err
     assert ran.err == "" and "stopping after this step" in ran.out

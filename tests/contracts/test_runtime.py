@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 import time
 
@@ -288,8 +289,6 @@ class Machine:
         self.context = context
 
     def environment(self) -> dict:
-        import signal
-
         torch = sys.modules.get("torch")
         return {
             "pid": os.getpid(),
@@ -297,7 +296,6 @@ class Machine:
             "mkl": os.environ.get("MKL_NUM_THREADS"),
             "torch": torch.get_num_threads() if torch else None,
             "modules": sorted({name.split(".")[0] for name in sys.modules}),
-            "ignores_sigint": signal.getsignal(signal.SIGINT) == signal.SIG_IGN,
         }
 
     def unpicklable(self):
@@ -344,9 +342,16 @@ async def test_a_worker_is_a_process_with_its_own_thread_budget(processes):
     part = await processes.spawn("m", build_machine, resources=Resources(threads=3))
     found = await part.environment()
     assert found["pid"] == part.pid != os.getpid()
-    assert found["omp"] == found["mkl"] == "3" and found["ignores_sigint"]
+    assert found["omp"] == found["mkl"] == "3"
     assert "torch" not in found["modules"], "a worker imports what its factory needs and no more"
     assert dict(os.environ) == before
+
+
+async def test_a_worker_outlives_the_signals_that_its_controller_handles(processes):
+    part = await processes.spawn("m", build_machine)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(part.pid, number)
+        assert (await part.environment())["pid"] == part.pid
 
 
 async def test_threads_hold_from_the_first_line_of_the_factory(processes):

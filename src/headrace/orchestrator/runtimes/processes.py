@@ -18,7 +18,7 @@ from typing import Any
 
 from headrace.errors import WorkerDied
 from headrace.orchestrator.runtimes import frames
-from headrace.orchestrator.runtimes.worker import WorkerStart
+from headrace.orchestrator.runtimes.worker import STOP_SIGNALS, WorkerStart
 from headrace.protocols import EventSink, Resources
 
 CLOSE_TIMEOUT_S = 5.0
@@ -281,8 +281,8 @@ def _start_process(name: str, resources: Resources) -> tuple[subprocess.Popen[by
         f"import sys; sys.path[:] = {sys.path!r}; "
         f"from headrace.orchestrator.runtimes.worker import main; main({theirs.fileno()}, {os.getpid()})"
     )
-    # The child inherits the blocked signal, so that a Ctrl-C before it can ignore SIGINT does not kill it.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    # The child inherits the blocked signals, so that one that comes before it can ignore them does not kill it.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         process = subprocess.Popen(
             [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", code, f"headrace:{name}"],

@@ -21,6 +21,7 @@ from headrace.orchestrator.runtimes import frames
 
 FLUSH_EVENTS_S = 0.5
 _PR_SET_PDEATHSIG = 1
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +36,10 @@ class WorkerStart:
 
 def main(socket_fd: int, controller_pid: int) -> None:
     """Entry point of the process; returns when the controller closes it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the controller decides
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    for number in STOP_SIGNALS:
+        # They reach the whole group, and the controller decides. Not SIG_IGN, which a user's own subprocesses would inherit.
+        signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != controller_pid:  # it died before the line above
