@@ -74,6 +74,7 @@ class Assembly:
     ) -> None:
         self.config, self.run_dir, self.only, self.resume, self.samples = config, run_dir, only, resume, samples
         self.display = open_display(display or config.observability.display, config.training.steps)  # type: ignore[arg-type]
+        self.versions = VersionLine()
         self.started = time.monotonic()
         self.interrupts = 0
 
@@ -227,7 +228,7 @@ class Assembly:
         return rewarder
 
     def _buffer(self, source: TaskSource, restored: Restored | None, checkpoints: Checkpoints) -> LeaseBuffer:
-        config, versions = self.config, VersionLine()
+        config, versions = self.config, self.versions
         capacity = Capacity(
             batch=config.training.groups,
             ahead=steps_ahead(config.buffer, config.staleness),
@@ -248,10 +249,12 @@ class Assembly:
         return buffer
 
     def _dispatcher(self) -> Dispatcher:
-        return Dispatcher(
+        dispatcher = Dispatcher(
             generate_timeout_s=self.config.rollout.generate_timeout_s,
             rejoin_timeout_s=self.config.weights.rejoin_timeout_s,
         )
+        dispatcher.oldest = {} if self.config.staleness.cancel_group else None
+        return dispatcher
 
     def _rollout(
         self, dispatcher: Dispatcher, environment: Any, rewarder: Any, tokenizer: Any, incarnation: int
@@ -307,7 +310,7 @@ class Assembly:
             return GroupKeeper(backend, self.run_dir / "groups" / "groups.groups", checkpoint)
         if checkpoint is not None:
             await backend.load(str(checkpoint))
-        return TokenLearner(backend, config.training, max_length=max_length)
+        return TokenLearner(backend, config.training, max_length=max_length, lag=self.versions.lag)
 
     async def _engines(self, runtime: Runtime, dispatcher: Dispatcher, model: Path, channel: Any) -> Any:
         """Spawn the engines; returns how to spawn a replacement."""
@@ -398,6 +401,7 @@ class Assembly:
             steps=config.training.steps,
             every_steps=config.weights.every_steps,
             refill_limit=config.training.advantage.refill_limit,
+            stream_groups=config.training.stream_groups,
             checkpoint_every=config.checkpoint.every_steps,
             evaluate_every=config.evaluation.every_steps,
             stall_warning_s=config.limits.stall_warning_s,

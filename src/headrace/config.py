@@ -220,8 +220,6 @@ def validate(config: RunConfig, *, only: Only | None = None) -> list[str]:
         found = _at(config, path)
         if found not in choices:
             raise ConfigError(path, f'found "{found}", which is not available in this version; use {_or(choices)}')
-    if config.staleness.cancel_group:
-        raise ConfigError("staleness.cancel_group", "found true, which is not available in this version; leave it out")
     return _warnings(config)
 
 
@@ -315,6 +313,7 @@ def _check_ranges(config: RunConfig) -> None:
             "rollout.engine.kv_tokens",
             f"found {engine.kv_tokens}, too few for one answer of rollout.sampling.max_tokens = {sampling.max_tokens} and its prompt",
         )
+    _check_streaming(training)
     for index, token_id in enumerate(sampling.stop_token_ids):
         if token_id < 0:
             raise ConfigError(f"rollout.sampling.stop_token_ids.{index}", f"found {token_id}, expected a token id >= 0")
@@ -330,6 +329,23 @@ def _check_ranges(config: RunConfig) -> None:
         raise ConfigError(
             "limits.stall_stop_s",
             f"found {config.limits.stall_stop_s:g}, below limits.stall_warning_s = {config.limits.stall_warning_s:g}",
+        )
+
+
+def _check_streaming(training: TrainingConfig) -> None:
+    """What a trainer that starts on a batch before it is complete cannot know."""
+    found = f"found {training.stream_groups}"
+    if training.stream_groups > training.groups:
+        raise ConfigError("training.stream_groups", f"{found}, more than training.groups = {training.groups}")
+    if training.stream_groups and training.epochs * training.minibatches > 1:
+        raise ConfigError(
+            "training.stream_groups",
+            f"{found} with {training.epochs * training.minibatches} updates a batch, which need it whole; use training.epochs = 1 and training.minibatches = 1",
+        )
+    if training.stream_groups and training.loss.function:
+        raise ConfigError(
+            "training.stream_groups",
+            f"{found} with training.loss.function, of which nobody knows that it divides by the batch's size last; use 0",
         )
 
 

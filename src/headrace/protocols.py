@@ -295,8 +295,10 @@ class Buffer(Protocol):
         """False when the lease is not running any more (settled in the meantime)."""
         ...
 
-    async def take(self, n: int, version: int) -> list[tuple[Lease, Unit]]:
-        """Wait for n units fresh enough for `version`; by lease index. Fewer, or none, only when nothing more comes."""
+    async def take(self, n: int, version: int, at_least: int | None = None) -> list[tuple[Lease, Unit]]:
+        """Wait for n units fresh enough for `version`; by lease index. Fewer, or none, only when nothing more comes.
+
+        With `at_least` so many are enough, and up to n are given."""
         ...
 
     def settle(self, lease: Lease, outcome: str, remainder: Any = None) -> bool:
@@ -342,8 +344,11 @@ class TrainBackend(Protocol):
         """Add this micro-batch's gradient. The loss is named by the config that the backend was built with."""
         ...
 
-    async def optimizer_step(self) -> Metrics:
-        """Clip, step, advance the schedule, clear gradients. A non-finite gradient skips the step and counts it."""
+    async def optimizer_step(self, gradient_scale: float = 1.0) -> Metrics:
+        """Scale, clip, step, advance the schedule, clear gradients. A non-finite gradient skips the step and counts it.
+
+        A batch whose size was not known when its first micro-batch came is divided by it here.
+        """
         ...
 
     async def publish(self, version: int) -> WeightTicket:

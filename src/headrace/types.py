@@ -358,7 +358,7 @@ class TokenBatch:
     segment_parents: [S] index of the parent segment, -1 for a root
     target_ids, target_rows, target_samples: [M] only tokens with loss_mask 1 are targets
     target_positions: [M] index of the target among its sample's own targets, 0 first
-    target_versions: [M] the policy version that sampled it
+    target_versions: [M] the policy version that sampled it; target_lags: [M] trained batches since then, when needed
     behavior_logprobs, advantages: [M]
     sample_weights: [B] 0 for a sample that is carried for metrics but masked from the loss (e.g. truncated), else 1
     sample_groups: [B] index of the sample's group within the optimiser step
@@ -390,6 +390,7 @@ class TokenBatch:
     values: Array | None = None
     sampling_mask: SamplingMask | None = None
     expert_routing: Array | None = None
+    target_lags: Array | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

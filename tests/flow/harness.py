@@ -50,6 +50,9 @@ class Plan:
     every_steps: int = 1
     max_version_lag: int | None = None
     on_stale: str = "drop"
+    cancel_group: bool = False
+    stream_groups: int = 0
+    refill_limit: int = 4
     tasks: int | None = None
     train_s: float = 1.0
     score_s: float = 0.1
@@ -132,13 +135,22 @@ class TimedLearner:
     def __init__(self, plan: Plan) -> None:
         self.plan, self.rng = plan, random.Random(plan.seed + 2)
         self.batches: list[list[Group]] = []
+        self.begun: list[str] = []
         self.published: list[int] = []
 
     def unwanted(self, units: Sequence[Any]) -> list[bool]:
         return [self.rng.random() < self.plan.drop_share for _ in units]
 
+    async def begin(self, units: Sequence[Any]) -> None:
+        await asyncio.sleep(self.plan.train_s * len(units) / self.plan.batch)
+        self.begun.extend(unit.unit_id for unit in units)
+
     async def train(self, units: Sequence[Any]) -> Metrics:
-        await asyncio.sleep(self.plan.train_s)
+        if self.plan.stream_groups:
+            assert sorted(self.begun) == sorted(unit.unit_id for unit in units), "each unit's gradient once"
+            self.begun.clear()
+        else:
+            await asyncio.sleep(self.plan.train_s)
         self.batches.append(list(units))
         return {}
 
@@ -256,6 +268,7 @@ async def _simulate(plan: Plan) -> Outcome:
         on_stale=plan.on_stale,
     )
     dispatcher = Dispatcher(generate_timeout_s=10.0, rejoin_timeout_s=plan.rejoin_timeout_s)
+    dispatcher.oldest = {} if plan.cancel_group else None
     rollout = TokenRollout(
         dispatcher,
         OneTurn,
@@ -298,6 +311,8 @@ async def _simulate(plan: Plan) -> Outcome:
             batch=plan.batch,
             steps=plan.steps,
             every_steps=plan.every_steps,
+            refill_limit=plan.refill_limit,
+            stream_groups=plan.stream_groups,
             stall_stop_s=plan.stall_stop_s,
             max_dropped=plan.max_dropped,
             restarts=plan.restarts,

@@ -84,11 +84,57 @@ def test_groups_dropped_at_random_up_to_all_of_them_never_leak_room():
     assert outcome.error is None
     assert_laws(plan, outcome)
     assert outcome.controller.ledger.dropped["filtered"] > 0
-    everything = simulate(Plan(drop_share=1.0, steps=3))
-    assert everything.error is None, "the refill limit ends it: a step trains on what it has"
     starved = simulate(Plan(drop_share=1.0, steps=3, max_dropped=10))
     assert isinstance(starved.error, Starved) and "zero_variance" in str(starved.error)
     assert_laws(plan, starved)
+
+
+def test_beyond_the_refill_limit_a_step_trains_on_what_it_has_and_never_on_nothing():
+    plan = Plan(drop_share=0.8, steps=5, refill_limit=1)
+    outcome = simulate(plan)
+    assert outcome.error is None
+    assert_laws(plan, outcome)
+    sizes = [len(batch) for batch in outcome.learner.batches]
+    assert min(sizes) >= 1 and any(size < plan.batch for size in sizes)
+    nothing = simulate(Plan(drop_share=1.0, steps=3, max_dropped=64))
+    assert isinstance(nothing.error, Starved) and not nothing.learner.batches
+
+
+def test_a_streaming_trainer_starts_before_its_batch_is_complete():
+    costs = ScriptedCosts(length=40, length_sigma=1.0)
+    waited = simulate(Plan(steps=8, ahead=0, train_s=2.0, costs=costs))
+    plan = Plan(steps=8, ahead=0, train_s=2.0, costs=costs, stream_groups=1)
+    streamed = simulate(plan)
+    assert streamed.error is None
+    assert_laws(plan, streamed)
+    assert streamed.seconds < waited.seconds - 2.0, "training hid behind the longest generation"
+
+
+@pytest.mark.parametrize("on_stale", ["drop", "recycle"])
+@pytest.mark.parametrize("interruption, partial", [("never", "continue"), ("abort", "resume_prefix")])
+def test_running_groups_that_are_too_old_already_are_given_up(interruption, partial, on_stale):
+    costs = ScriptedCosts(length=60, length_sigma=1.5, token_s=0.1)
+    plan = Plan(
+        ahead=4, max_version_lag=0, cancel_group=True, on_stale=on_stale, interruption=interruption, partial=partial,
+        steps=15, costs=costs, train_s=0.2,
+    )  # fmt: skip
+    outcome = simulate(plan)
+    assert outcome.error is None
+    assert_laws(plan, outcome)
+    assert outcome.watcher.drops["cancelled" if on_stale == "drop" else "recycled"] > 0
+    assert outcome.controller.dispatcher.outstanding() == 0
+    kept = simulate(replace(plan, cancel_group=False))
+    assert outcome.watcher.drops["stale"] < kept.watcher.drops["stale"] or on_stale == "recycle"
+
+
+def test_a_group_is_given_up_only_when_its_tokens_are_known_to_be_old():
+    """With a lag that nothing reaches, cancel_group changes nothing at all."""
+    plan = Plan(ahead=2, max_version_lag=50, steps=10)
+    plain, watched = simulate(plan), simulate(replace(plan, cancel_group=True))
+    assert watched.watcher.drops == plain.watcher.drops
+    assert [[g.group_id for g in b] for b in watched.learner.batches] == [
+        [g.group_id for g in b] for b in plain.learner.batches
+    ]
 
 
 def test_an_engine_that_dies_is_replaced_and_its_work_is_done_again():

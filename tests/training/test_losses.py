@@ -8,7 +8,7 @@ import torch
 
 from headrace.errors import ConfigError
 from headrace.training.config import TrainingConfig
-from headrace.training.corrections import correct, effective_sample_share
+from headrace.training.corrections import correct, effective_sample_share, interpolate_proximal
 from headrace.training.losses import LossInputs, LossOutputs, loss_function
 from headrace.types import BatchCounts, Stat
 
@@ -85,13 +85,41 @@ def test_a_band_leaves_tokens_out_of_the_loss():
     assert out.metrics["correction/masked_share"].mean == pytest.approx(2 / 3)
 
 
-def test_sequence_level_weights_are_the_geometric_mean():
+@pytest.mark.parametrize("level, expected", [("token", [4, 1, 5]), ("sequence", [4, 4, 5]), ("geometric", [2, 2, 5])])
+def test_weights_are_of_the_token_of_its_sequence_or_of_the_geometric_mean(level, expected):
     logs = torch.tensor([math.log(4), math.log(1), math.log(9)])
     samples = torch.tensor([0, 0, 1])
-    found = correct(
-        logs, samples, 2, config_of(correction={"kind": "truncate", "level": "sequence", "high": 5}).correction
-    )
-    assert found.weights.tolist() == pytest.approx([2, 2, 5])
+    found = correct(logs, samples, 2, config_of(correction={"kind": "truncate", "level": level, "high": 5}).correction)
+    assert found.weights.tolist() == pytest.approx(expected)
+
+
+def test_a_band_on_the_geometric_mean_keeps_or_drops_whole_samples():
+    logs = torch.tensor([math.log(4), math.log(1), math.log(9), math.log(1 / 9)])
+    samples = torch.tensor([0, 0, 1, 1])
+    config = config_of(correction={"kind": "mask", "level": "geometric", "low": 0.9, "high": 1.9}).correction
+    assert correct(logs, samples, 2, config).keep.tolist() == [False, False, True, True]
+
+
+def test_an_interpolated_proximal_policy_lies_between_behaviour_and_current_by_age():
+    current, behavior = torch.tensor([-1.0] * 4), torch.tensor([float("nan"), -2.0, -2.0, -2.0])
+    found = interpolate_proximal(current, behavior, torch.tensor([0, 1, 2, 4]))
+    assert found.tolist() == pytest.approx([-1.0, -2.0, -1.5, -1.25])
+
+
+def test_the_interpolated_ratio_and_its_weight():
+    """lag 2: half way in log space, so ratio = exp((current - behaviour) / 2), and the weight is the other half."""
+    config = config_of(loss={"old_logprobs": "interpolated"}, correction={"kind": "truncate", "high": 9.0})
+    out, _ = run(inputs_of([-1.0], [-1.2], [1.0], config, lags=[2]))
+    assert out.metrics["loss/ratio_max"].maximum == pytest.approx(math.exp(0.1), rel=1e-5)
+    assert out.metrics["correction/weight_mean"].mean == pytest.approx(math.exp(0.1), rel=1e-5)
+    assert float(out.loss) == pytest.approx(-math.exp(0.2), rel=1e-5)
+
+
+def test_the_effective_share_of_the_correction_alone():
+    config = config_of(loss={"old_logprobs": "trainer"}, correction={"kind": "mask", "low": 0.5, "high": 2.0})
+    logs = [math.log(3), 0.0, 0.0, 0.0]
+    out, _ = run(inputs_of(logs, [0.0] * 4, [1.0] * 4, config, proximal_logprobs=logs))
+    assert out.metrics["correction/weight_ess"].mean == pytest.approx(0.75)
 
 
 def test_an_engine_ratio_is_not_weighted_twice():

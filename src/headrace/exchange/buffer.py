@@ -119,12 +119,12 @@ class LeaseBuffer:
         self.changed.fire()
         return True
 
-    async def take(self, n: int, version: int) -> list[tuple[Lease, Unit]]:
-        """n units no staler than allowed at `version` (the trainer's), by lease index. Age is judged here, so that time in
-        the queue counts. Fewer, or none, only when nothing more can come."""
+    async def take(self, n: int, version: int, at_least: int | None = None) -> list[tuple[Lease, Unit]]:
+        """n units no staler than allowed at `version` (the trainer's), by lease index; `at_least` so many, when it is given.
+        Age is judged here, so that time in the queue counts. Fewer, or none, only when nothing more can come."""
         while True:
             self._evict_stale()
-            if len(self.ready) >= n or self._nothing_comes():
+            if len(self.ready) >= (n if at_least is None else at_least) or self._nothing_comes():
                 picked = sorted(list(self.ready.values())[:n], key=lambda lease: lease.index)
                 return [(lease, self._take_one(lease)) for lease in picked]
             await self.changed.wait()
@@ -145,9 +145,13 @@ class LeaseBuffer:
             return
         for lease in list(self.ready.values()):
             unit = self.store.read(lease.lease_id)
-            if is_stale(self.versions.lag(unit.oldest_version), self.max_version_lag):
+            if self.too_old(unit.oldest_version):
                 # What was sampled is too old, so a recycled task starts from its prompt.
                 self.settle(lease, RECYCLED if self.on_stale == "recycle" else "stale")
+
+    def too_old(self, oldest_version: int) -> bool:
+        """Whether a unit with such a token may no longer be trained on."""
+        return is_stale(self.versions.lag(oldest_version), self.max_version_lag)
 
     def _nothing_comes(self) -> bool:
         ended = self.closed or (self._source_ended and not self.pool and not self.restored)

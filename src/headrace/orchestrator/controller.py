@@ -38,12 +38,13 @@ from headrace.types import NO_VERSION, Event, Metrics, Unit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowSettings:
-    """Numbers that the controller goes by; `batch` in units, `refill_limit` in batches."""
+    """Numbers that the controller goes by; `batch` and `stream_groups` in units, `refill_limit` in batches."""
 
     batch: int
     steps: int
     every_steps: int = 1
     refill_limit: int = 4
+    stream_groups: int = 0
     checkpoint_every: int = 0
     evaluate_every: int = 0
     stall_warning_s: float = 30.0
@@ -128,6 +129,8 @@ class Controller:
         self.state = "starting"
         self.waits: dict[str, str] = {}
         self.producing: dict[str, tuple[Lease, asyncio.Task[None]]] = {}
+        self.ending: dict[str, asyncio.Task[None]] = {}
+        """Rollouts that were cancelled, while they clean up."""
         self.not_live: list[Lease] = []
         self.joining = 0
         self.restarts_left = settings.restarts
@@ -202,7 +205,7 @@ class Controller:
         for lease, task in running:
             self.buffer.settle(lease, reason)
             task.cancel()
-        await asyncio.gather(*(task for _, task in running), return_exceptions=True)
+        await asyncio.gather(*(task for _, task in running), *self.ending.values(), return_exceptions=True)
         for lease, _ in running:
             # A task cancelled before its first step never reaches its own `finally`.
             self.producing.pop(lease.lease_id, None)
@@ -242,6 +245,22 @@ class Controller:
             self.buffer.settle(lease, "error")
         finally:
             self.producing.pop(lease.lease_id, None)
+
+    def _cancel_stale(self) -> None:
+        """Give up running groups that hold a token too old to be trained on already (`staleness.cancel_group`)."""
+        oldest = self.dispatcher.oldest
+        if oldest is None:
+            return
+        for group_id in [known for known in oldest if known not in self.producing]:
+            del oldest[group_id]
+        for lease_id, version in oldest.items():
+            if not self.buffer.too_old(version):
+                continue
+            lease, task = self.producing.pop(lease_id)
+            self.buffer.settle(lease, RECYCLED if self.buffer.on_stale == "recycle" else "cancelled")
+            task.cancel()
+            self.ending[lease_id] = task
+            task.add_done_callback(lambda done, lease_id=lease_id: self.ending.pop(lease_id, None))
 
     # ---------------------------------------------------------------------------------------------------- train
 
@@ -295,6 +314,7 @@ class Controller:
             self._settle_live(self.versions.version)
             return 0.0
         self.versions.advance()
+        self._cancel_stale()
         if self.step % self.settings.every_steps and self.step < self.settings.steps:
             return 0.0
         return await self._publish()
@@ -310,20 +330,24 @@ class Controller:
             await self.observer.evaluate(self.step)
 
     async def _take_batch(self) -> list[tuple[Lease, Unit]]:
-        """A batch after the trainer's filter, refilled up to the limit; shorter, or empty, only at the end."""
+        """A batch after the trainer's filter, refilled up to the limit and shorter beyond it; empty only at the end."""
         batch: list[tuple[Lease, Unit]] = []
         refills = self.settings.refill_limit * self.settings.batch
         while (wanted := self.settings.batch - len(batch)) > 0:
             self.waits["trainer"] = f"waits for {wanted} of {self.settings.batch} units"
-            taken = await self._timed("wait_batch", self._take_or_stop(wanted))
+            at_least = min(self.settings.stream_groups or wanted, wanted)
+            taken = await self._timed("wait_batch", self._take_or_stop(wanted, at_least))
             unwanted = self.learner.unwanted([unit for _, unit in taken])
-            for (lease, unit), drop in zip(taken, unwanted, strict=True):
-                if drop and refills > 0:
-                    refills -= 1
+            kept = [pair for pair, drop in zip(taken, unwanted, strict=True) if not drop]
+            for (lease, _), drop in zip(taken, unwanted, strict=True):
+                if drop:
                     self.buffer.settle(lease, "filtered")
-                else:
-                    batch.append((lease, unit))
-            if len(taken) < wanted:
+            batch.extend(kept)
+            refills -= len(taken) - len(kept)
+            if kept and self.settings.stream_groups:
+                self.waits["trainer"] = f"trains on {len(batch)} of {self.settings.batch} units"
+                await self._trainer(self.learner.begin([unit for _, unit in kept]))
+            if len(taken) < at_least or (batch and refills <= 0 and len(kept) < len(taken)):
                 break
         if self._stop.is_set() and len(batch) < self.settings.batch:
             for lease, _ in batch:
@@ -331,8 +355,8 @@ class Controller:
             return []
         return sorted(batch, key=lambda pair: pair[0].index)
 
-    async def _take_or_stop(self, wanted: int) -> list[tuple[Lease, Unit]]:
-        take = asyncio.ensure_future(self.buffer.take(wanted, self.versions.version))
+    async def _take_or_stop(self, wanted: int, at_least: int) -> list[tuple[Lease, Unit]]:
+        take = asyncio.ensure_future(self.buffer.take(wanted, self.versions.version, at_least))
         stop = asyncio.ensure_future(self._stop.wait())
         try:
             await asyncio.wait((take, stop), return_when=asyncio.FIRST_COMPLETED)
@@ -368,6 +392,7 @@ class Controller:
         if self.weight_sync.interruption.drain:
             self._span("gate", times.drain_s + times.commit_s)
         self._settle_live(ticket.version)
+        self._cancel_stale()
         self._event("live", "", times.version)
         self.waits["weights"] = f"version {times.version} is live"
 
@@ -526,6 +551,7 @@ class Controller:
 
 
 REMEDIES = {
+    "cancelled": "groups run longer than staleness.max_version_lag allows; raise it, or lower rollout.sampling.max_tokens",
     "stale": "samples wait or take longer than staleness.max_version_lag allows; raise it, or lower buffer.steps",
     "filtered": "all scores of a group are equal; mend the reward, choose tasks of another difficulty, or set "
     "training.advantage.drop_zero_variance = false",

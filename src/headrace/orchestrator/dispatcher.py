@@ -35,7 +35,7 @@ async def with_deadline(call: Awaitable[T], seconds: float, what: str) -> T:
 class EngineSlot:
     """One engine as the dispatcher knows it.
 
-    calls: request ids to the tasks that wait for them
+    calls, groups: request ids to the tasks that wait for them, and to their groups
     moved_at: when it was last seen to make progress, or had nothing to do (seconds of the loop's clock)
     unknown: request ids to how many examinations in a row did not find them on the engine
     """
@@ -45,6 +45,7 @@ class EngineSlot:
     version: int = NO_VERSION
     fenced: bool = False
     calls: dict[str, asyncio.Task[Generation]] = field(default_factory=dict)
+    groups: dict[str, str] = field(default_factory=dict)
     stats: EngineStats = field(default_factory=EngineStats)
     moved_at: float = 0.0
     unknown: Counter[str] = field(default_factory=Counter)
@@ -74,6 +75,8 @@ class Dispatcher:
         self.changed = Signal()
         """Fires when an engine joins or leaves, a call ends, or the gate moves."""
         self.ignored_replies = 0
+        self.oldest: dict[str, int] | None = None
+        """Group id -> version of its oldest token known, when somebody wants to know; whoever does takes ended groups out."""
         self._open = False
         self._closed_since: float | None = None
         self._closed_s = 0.0
@@ -146,11 +149,15 @@ class Dispatcher:
         slot = await self._admitted(request.group_id)
         call = asyncio.create_task(slot.proxy.generate(request), name=request.request_id)
         slot.calls[request.request_id] = call
+        slot.groups[request.request_id] = request.group_id
         self._settle_home(request.group_id, slot, +1)
         if len(slot.calls) == 1:
             slot.moved_at = asyncio.get_running_loop().time()
         try:
-            return await asyncio.shield(call)
+            generation = await asyncio.shield(call)
+            if self.oldest is not None and len(generation.policy_versions):
+                self._note_token(request.group_id, int(generation.policy_versions.min()))
+            return generation
         except asyncio.CancelledError:
             if call.cancelled():
                 raise WorkerDied(f"{slot.name} was given up while {request.request_id} ran on it") from None
@@ -164,6 +171,7 @@ class Dispatcher:
             raise
         finally:
             slot.calls.pop(request.request_id, None)
+            slot.groups.pop(request.request_id, None)
             slot.unknown.pop(request.request_id, None)
             self._settle_home(request.group_id, slot, -1)
             self.changed.fire()
@@ -198,6 +206,19 @@ class Dispatcher:
             self._homes.pop(group_id, None)
         else:
             self._homes[group_id] = (slot, count + change)
+
+    async def note_started(self) -> None:
+        """Learn which running groups have a token of their engine's version: asked before a swap, when it is still sure."""
+        for slot in self.live() if self.oldest is not None else ():
+            with contextlib.suppress(PartFailed):  # the swap that follows fences an engine that is gone
+                stats = await with_deadline(slot.proxy.stats(), self.generate_timeout_s, f"{slot.name}.stats")
+                for request_id, tokens in stats.progress.items():
+                    if tokens and request_id in slot.calls:
+                        self._note_token(slot.groups[request_id], slot.version)
+
+    def _note_token(self, group_id: str, version: int) -> None:
+        assert self.oldest is not None
+        self.oldest[group_id] = min(version, self.oldest.get(group_id, version))
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Generation]:
         yield await self.generate(request)

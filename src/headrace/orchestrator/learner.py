@@ -1,23 +1,26 @@
 """A batch of scored groups into changed weights, by the calls of a training backend.
 
 Order: group advantages over whole groups, micro-batches, annotation before the first update, then per minibatch the
-sum of its micro-batches' gradients and one optimiser step.
+sum of its micro-batches' gradients and one optimiser step. A trainer that streams sums up gradients as groups come.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from headrace.exchange.codec import GroupWriter
 from headrace.training.advantages import group_advantages
-from headrace.training.batching import annotations_needed, filter_zero_variance, make_batches
+from headrace.training.batching import annotations_needed, denominator, filter_zero_variance, make_batches
 from headrace.training.config import TrainingConfig
 from headrace.training.metrics import batch_metrics
-from headrace.types import Group, Metrics, Stat, WeightTicket, merge_metrics
+from headrace.types import Group, Metrics, Stat, TokenBatch, WeightTicket, merge_metrics
 
 KEEPER_FILE = "written.json"
 
@@ -31,6 +34,10 @@ class Learner(Protocol):
         """Which of the units are not worth training on."""
         ...
 
+    async def begin(self, units: Sequence[Any]) -> None:
+        """Start on a part of the next batch; `train` then gets all of it. Called only with `training.stream_groups`."""
+        ...
+
     async def train(self, units: Sequence[Any]) -> Metrics: ...
 
     async def publish(self, version: int) -> WeightTicket: ...
@@ -39,12 +46,16 @@ class Learner(Protocol):
 
 
 class TokenLearner:
-    """Trains a language policy on scored groups."""
+    """Trains a language policy on scored groups. lag: version -> trained batches since then."""
 
     updates_weights = True
 
-    def __init__(self, backend: Any, config: TrainingConfig, *, max_length: int) -> None:
-        self.backend, self.config, self.max_length = backend, config, max_length
+    def __init__(
+        self, backend: Any, config: TrainingConfig, *, max_length: int, lag: Callable[[int], int] = lambda version: 0
+    ) -> None:
+        self.backend, self.config, self.max_length, self.lag = backend, config, max_length, lag
+        self.begun: list[Metrics] = []
+        """Of the micro-batches of this batch whose gradient is there already."""
 
     def unwanted(self, units: Sequence[Group]) -> list[bool]:
         if not self.config.advantage.drop_zero_variance:
@@ -52,19 +63,50 @@ class TokenLearner:
         kept = {group.group_id for group in filter_zero_variance(units)[0]}
         return [group.group_id not in kept for group in units]
 
+    async def begin(self, units: Sequence[Group]) -> None:
+        advantages = group_advantages(units, self.config.advantage)
+        for micros in await self._minibatches(units, advantages, partial=True):
+            self.begun.extend([await self.backend.forward_backward(micro) for micro in micros])
+
     async def train(self, units: Sequence[Group]) -> Metrics:
-        config = self.config
-        advantages = group_advantages(units, config.advantage)
-        metrics = [batch_metrics(units, advantages, config)]
-        minibatches = make_batches(units, advantages, config, max_length=self.max_length)
-        needed = annotations_needed(config)
-        if needed:
-            minibatches = [[await self.backend.annotate(micro, needed) for micro in micros] for micros in minibatches]
-        for _ in range(config.epochs):
+        advantages = group_advantages(units, self.config.advantage)
+        metrics = batch_metrics(units, advantages, self.config)
+        if self.config.stream_groups:
+            return merge_metrics([metrics, await self._finish(units, advantages)])
+        parts = [metrics]
+        minibatches = await self._minibatches(units, advantages)
+        for _ in range(self.config.epochs):
             for micros in minibatches:
-                metrics.extend([await self.backend.forward_backward(micro) for micro in micros])
-                metrics.append(await self.backend.optimizer_step())
-        return merge_metrics(metrics)
+                parts.extend([await self.backend.forward_backward(micro) for micro in micros])
+                parts.append(await self.backend.optimizer_step())
+        return merge_metrics(parts)
+
+    async def _finish(self, units: Sequence[Group], advantages: list[Any]) -> Metrics:
+        """One step with the gradient that `begin` summed up, divided by the size that is known now."""
+        parts, self.begun = self.begun, []
+        if not parts:
+            return {}
+        scale = 1.0 / denominator(units, advantages, self.config)
+        metrics = merge_metrics([*parts, await self.backend.optimizer_step(scale)])
+        if "loss/total" in metrics:
+            metrics["loss/total"] = Stat(metrics["loss/total"].total * scale)
+        return metrics
+
+    async def _minibatches(
+        self, units: Sequence[Group], advantages: list[Any], *, partial: bool = False
+    ) -> list[list[TokenBatch]]:
+        """[minibatch][micro-batch], annotated."""
+        config = self.config
+        minibatches = make_batches(units, advantages, config, max_length=self.max_length, partial=partial)
+        if config.loss.old_logprobs == "interpolated":
+            minibatches = [[self._with_lags(micro) for micro in micros] for micros in minibatches]
+        if needed := annotations_needed(config):
+            minibatches = [[await self.backend.annotate(micro, needed) for micro in micros] for micros in minibatches]
+        return minibatches
+
+    def _with_lags(self, batch: TokenBatch) -> TokenBatch:
+        versions, where = np.unique(batch.target_versions, return_inverse=True)
+        return replace(batch, target_lags=np.array([self.lag(int(version)) for version in versions])[where])
 
     async def publish(self, version: int) -> WeightTicket:
         return await self.backend.publish(version)
@@ -90,6 +132,9 @@ class GroupKeeper:
 
     def unwanted(self, units: Sequence[Group]) -> list[bool]:
         return [False] * len(units)
+
+    async def begin(self, units: Sequence[Group]) -> None:
+        """Nothing: what is written is written whole."""
 
     async def train(self, units: Sequence[Group]) -> Metrics:
         started = time.perf_counter()

@@ -61,6 +61,7 @@ class WeightSync:
             clock = asyncio.get_running_loop().time
             started = clock()
             await self._all(lambda slot: slot.proxy.prepare(ticket), self.prepare_timeout_s, "prepare")
+            await self.dispatcher.note_started()
             prepared = clock()
             if self.interruption.drain:
                 self.dispatcher.close_gate()

@@ -68,11 +68,13 @@ def make_batches(
     *,
     max_length: int,
     share_prefix: bool = True,
+    partial: bool = False,
 ) -> list[list[TokenBatch]]:
     """[minibatch][micro-batch]: one pass over the groups, one optimiser step a minibatch.
 
     advantages: one [E] array a group, NaN for an episode that is left out (as `group_advantages` gives them)
     max_length: the constant L of constant-length normalising
+    partial: the groups are part of a batch whose size is not known yet: the loss is left undivided (see `denominator`)
 
     A group without any advantage is left out of the forward pass when its gradient is exactly 0; it is still counted in
     what the loss is divided by. A minibatch with nothing to train is left out whole.
@@ -84,10 +86,18 @@ def make_batches(
         trained = [r for r in rows if not is_idle(r, config)]
         limit = config.micro_tokens
         trees = [tree for group_rows in trained for tree in _trees(group_rows, limit, share_prefix)]
-        micros = [_pack(micro, counts) for micro in _fill(trees, limit)]
+        divided_by = BatchCounts(tokens=1, sequences=1, groups=1, max_length=max_length) if partial else counts
+        micros = [_pack(micro, divided_by) for micro in _fill(trees, limit)]
         if micros and counts.tokens:
             minibatches.append(micros)
     return minibatches
+
+
+def denominator(groups: Sequence[Group], advantages: Sequence[Array], config: TrainingConfig) -> int:
+    """What the loss of `partial` micro-batches is still to be divided by, over all groups of the batch."""
+    rows = [rows_of_group(group, a, config) for group, a in zip(groups, advantages, strict=True)]
+    counts = _count(rows, 1)
+    return max(1, counts.tokens if config.loss.normalise == "token" else counts.sequences)
 
 
 def rows_of_group(group: Group, advantages: Array, config: TrainingConfig, index: int = 0) -> list[_Row]:

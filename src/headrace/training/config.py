@@ -25,7 +25,8 @@ class AdvantageConfig(Config):
     drop_zero_variance: bool = False
     """Drop groups whose scores are all equal and take others in their place."""
     refill_limit: NonNegative = 4
-    """Batches' worth of groups that one step may drop so before it trains on what it has."""
+    """Batches' worth of groups that one step may drop so before it trains on the fewer ones it has. A step without any
+    waits on, until limits.max_dropped ends the run."""
 
 
 class LossConfig(Config):
@@ -45,8 +46,9 @@ class LossConfig(Config):
     """Weight of the KL term to the reference (the model at the start); 0 keeps no reference."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Of KL(current || reference): k1, k2 and k3 after Schulman."""
-    old_logprobs: Literal["engine", "trainer"] = "engine"
-    """Denominator of the ratio: the engine's log-probabilities, or the trainer's own recomputed before the update."""
+    old_logprobs: Literal["engine", "trainer", "interpolated"] = "engine"
+    """Denominator of the ratio: the engine's log-probabilities; the trainer's own, recomputed before the update; or a mix
+    of the engine's and the current ones in log space, by how many versions old the token is (no extra pass)."""
     mask_truncated: bool = False
     """Leave samples that hit the length limit out of the loss."""
 
@@ -56,8 +58,8 @@ class CorrectionConfig(Config):
 
     kind: Literal["none", "truncate", "mask"] = "none"
     """See `high`."""
-    level: Literal["token", "sequence"] = "token"
-    """sequence: geometric mean of a sample's ratios."""
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """sequence: product of a sample's ratios; geometric: their geometric mean."""
     low: Ratio = 0.0
     """For mask."""
     high: Annotated[float, Meta(gt=0)] = 2.0
@@ -94,6 +96,9 @@ class TrainingConfig(Config):
     """Passes over a batch."""
     minibatches: Positive = 1
     """Optimiser steps per pass; groups must divide by it."""
+    stream_groups: NonNegative = 0
+    """Start on a batch as soon as so many of its groups are there, and go on as others come; the gradient is that of the
+    whole batch. 0 waits for all."""
     micro_tokens: Positive = 4096
     """Most input tokens in one forward pass."""
     backend: Literal["single_device", "scripted"] = "single_device"

@@ -28,10 +28,23 @@ def sequence_mean(values: Tensor, samples: Tensor, n_samples: int) -> Tensor:
 
 
 def importance_ratios(log_ratios: Tensor, samples: Tensor, n_samples: int, level: str) -> Tensor:
-    """[M] exp(log ratio): of the token, or the geometric mean over its sample."""
+    """[M] exp(log ratio): of the token, of its whole sample (the product over the tokens), or their geometric mean."""
     if level == "sequence":
+        log_ratios = log_ratios.new_zeros(n_samples).index_add_(0, samples, log_ratios)[samples]
+    elif level == "geometric":
         log_ratios = sequence_mean(log_ratios, samples, n_samples)
     return log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def interpolate_proximal(current: Tensor, behavior: Tensor, lags: Tensor) -> Tensor:
+    """[M] log pi_proximal = a log pi_behaviour + (1 - a) log pi_current, with a = 1 / lag and 0 for a lag of 0.
+
+    A proximal policy without a forward pass of its own (A-3PO, 2025; AReaL's "log-linear"): one version back it is the behaviour
+    policy, further back it lies nearer to the current one. lags: [M] versions between trainer and sampled token.
+    """
+    share = torch.where(lags > 0, 1.0 / lags.clamp(min=1), 0.0).to(current.dtype)
+    # Not share * behaviour + ...: a masked token's behaviour log-probability may be anything, and 0 * inf is NaN.
+    return torch.where(share > 0, torch.lerp(current, behavior.to(current.dtype), share), current)
 
 
 def correct(log_ratios: Tensor, samples: Tensor, n_samples: int, config: CorrectionConfig) -> Correction:

@@ -15,6 +15,7 @@ from headrace.training.corrections import (
     correct,
     effective_sample_share,
     importance_ratios,
+    interpolate_proximal,
 )
 from headrace.training.registry import resolve
 from headrace.types import BatchCounts, Metrics, Stat
@@ -29,7 +30,7 @@ class LossInputs:
     samples: [M] which of the B samples a target belongs to; sample_weights: [B] 0 takes a sample out of the loss
     proximal_logprobs: [M], or None when no update was made since the batch was taken (then it equals the current policy)
     reference_logprobs: [M], when there is a KL term; entropies: [M], a metric
-    versions: [M] the policy version that sampled the target
+    versions: [M] the policy version that sampled the target; lags: [M] how many versions ago, when a config asks for it
     """
 
     logprobs: Tensor
@@ -43,6 +44,7 @@ class LossInputs:
     proximal_logprobs: Tensor | None = None
     reference_logprobs: Tensor | None = None
     entropies: Tensor | None = None
+    lags: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +96,7 @@ def _correction(inputs: LossInputs) -> Correction:
     masks and truncating only takes away what is above `high`.
     """
     config, n_samples = inputs.config.correction, len(inputs.sample_weights)
-    proximal = inputs.logprobs.detach() if inputs.proximal_logprobs is None else inputs.proximal_logprobs
-    log_ratios = proximal - inputs.behavior_logprobs
+    log_ratios = _proximal(inputs) - inputs.behavior_logprobs
     found = correct(log_ratios, inputs.samples, n_samples, config)
     weighted_already = inputs.config.loss.kind == "clipped" and inputs.config.loss.old_logprobs == "engine"
     if config.kind == "none" or not weighted_already:
@@ -110,6 +111,13 @@ def _old_logprobs(inputs: LossInputs) -> Tensor:
     """[M] the denominator of the ratio."""
     if inputs.config.loss.old_logprobs == "engine":
         return inputs.behavior_logprobs
+    return _proximal(inputs)
+
+
+def _proximal(inputs: LossInputs) -> Tensor:
+    """[M] the policy that the ratio is clipped around."""
+    if inputs.config.loss.old_logprobs == "interpolated" and inputs.lags is not None:
+        return interpolate_proximal(inputs.logprobs.detach(), inputs.behavior_logprobs, inputs.lags)
     return inputs.logprobs.detach() if inputs.proximal_logprobs is None else inputs.proximal_logprobs
 
 
@@ -158,6 +166,7 @@ def finish(inputs: LossInputs, per_token: Tensor, ratios: Tensor, too_low: Tenso
     }
     if inputs.config.correction.kind != "none":
         metrics["correction/weight_mean"] = stat(correction.weights, counted)
+        metrics["correction/weight_ess"] = _share(correction.weights[counted])
         metrics["correction/masked_share"] = stat((~correction.keep).float(), counted)
     if inputs.config.loss.kl_coef > 0 and inputs.reference_logprobs is not None:
         kl = kl_terms(inputs.logprobs, inputs.reference_logprobs, inputs.config.loss.kl_estimator)
@@ -191,8 +200,13 @@ def peak(values: Tensor, mask: Tensor) -> Stat:
 def _ess(inputs: LossInputs, ratios: Tensor, correction: Correction, counted: Tensor) -> Stat:
     """Effective share of the targets under the whole weight that the loss gives them."""
     whole = correction.weights * (ratios if inputs.config.loss.kind == "clipped" else 1.0)
-    n = float(counted.sum())
-    return Stat(effective_sample_share(whole[counted]) * n, n)
+    return _share(whole[counted])
+
+
+def _share(weights: Tensor) -> Stat:
+    """Effective share of [n] weights, so that micro-batches average by their size."""
+    n = float(weights.numel())
+    return Stat(effective_sample_share(weights) * n, n)
 
 
 def mismatch_metrics(inputs: LossInputs) -> Metrics:

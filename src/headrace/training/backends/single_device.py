@@ -114,11 +114,14 @@ class SingleDevice:
             proximal_logprobs=tensor(batch.proximal_logprobs),
             reference_logprobs=tensor(batch.reference_logprobs),
             entropies=entropies,
+            lags=tensor(batch.target_lags, torch.int64),
         )
 
-    async def optimizer_step(self) -> Metrics:
-        """Clip, step, advance the schedule, clear the gradients."""
+    async def optimizer_step(self, gradient_scale: float = 1.0) -> Metrics:
+        """Multiply the gradient by `gradient_scale`, clip, step, advance the schedule, clear the gradients."""
         with self._event("optimizer_step"):
+            if gradient_scale != 1.0:
+                self._flat.grads.mul_(gradient_scale)
             norm, rate, stepped = self._optimizer.step()
         metrics = {"optimizer/lr": Stat(rate), "optimizer/skipped": Stat(0.0 if stepped else 1.0)}
         if stepped:
