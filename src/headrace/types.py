@@ -407,6 +407,31 @@ class StepBatch:
     initial_state: Any = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transitions:
+    """Steps drawn from a replay, each with up to n - 1 that followed it in its episode.
+
+    observations, actions: [B, ...] of the first step
+    rewards: [B, n], 0 after the last step that counts
+    steps: [B] how many count, 1 to n: fewer before an end, a cut, or the end of what was recorded
+    terminated: [B] the last of them ended the episode
+    next_observations: [B, ...] after the last of them, the true final observation where the episode was cut there
+    weights: [B] of importance, at most 1
+    serials: [B] names the first steps, to give their errors back by
+    policy_versions: [B] that sampled the first steps
+    """
+
+    observations: Any
+    actions: Any
+    rewards: Array
+    steps: Array
+    terminated: Array
+    next_observations: Any
+    weights: Array
+    serials: Array
+    policy_versions: Array
+
+
 @travels
 @dataclass(frozen=True, slots=True)
 class Stat:

@@ -58,11 +58,15 @@ class LeaseBuffer:
 
     def room(self) -> int:
         running = self.ledger.count("admitted")
-        room = self.capacity.room(running=running, held=len(self.ledger.in_flight))
+        room = self.capacity.room(running=running, held=self.held())
         if self.wanted is None:
             return room
         coming = self.ledger.count("admitted", "ready", "taken")
         return max(0, min(room, self.wanted + self.capacity.oversample - coming))
+
+    def held(self) -> int:
+        """Leases that take up room."""
+        return len(self.ledger.in_flight)
 
     async def admit(self) -> Lease:
         """Wait for room, then pick the task. Raises `BufferClosed` once nothing more can be admitted."""
