@@ -9,7 +9,6 @@ no room: the store makes its own by evicting the oldest.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
