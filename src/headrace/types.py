@@ -212,38 +212,37 @@ class TokenSample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FinalObservation:
-    """The true last observation of an episode that ended inside a trajectory: at step `t` of environment `n`."""
-
-    t: int
-    n: int
-    observation: Any
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """`T` steps of `N` environments, time first. A leaf of a dict observation has these leading shapes too.
+    """`T` steps of `N` environments, time first.
 
-    observations: [T+1, N, ...] observations[t] was acted on; the last row is the bootstrap
+    Observations are named leaves: a space that is no Dict or Tuple has one, "obs"; nested ones are joined by "/".
+
+    observations: leaves [T+1, N, ...]; row t was acted on, the last one is the bootstrap
     actions: [T, N, ...] as sampled (before clipping to bounds)
-    rewards, terminated, truncated: [T, N]
+    rewards, terminated, truncated: [T, N]; never both flags at once
     valid: [T, N] False for a reset row, whose action was ignored
     behavior_logprobs: [T, N] of the sampled action
     policy_versions: [T, N]
-    initial_state: recurrent state before step 0, [N, ...] leaves
+    ended: [K, 2] (t, n) of steps after which the environment was reset at once, so that row t+1 is a reset observation
+    final_observations: leaves [K, ...] the true last observation of those episodes
+    episode_returns, episode_lengths: [E] of the episodes that ended in these steps, wherever they began
+    initial_state: recurrent state before step 0, leaves [N, ...]
     """
 
     sample_id: str
-    observations: Any
-    actions: Any
+    observations: dict[str, Array]
+    actions: Array
     rewards: Array
     terminated: Array
     truncated: Array
     valid: Array
     behavior_logprobs: Array
     policy_versions: Array
-    final_observations: tuple[FinalObservation, ...] = ()
-    initial_state: Any = None
+    ended: Array = field(default_factory=lambda: np.zeros((0, 2), np.int64))
+    final_observations: dict[str, Array] = field(default_factory=dict)
+    episode_returns: Array = field(default_factory=lambda: np.zeros(0, np.float32))
+    episode_lengths: Array = field(default_factory=lambda: np.zeros(0, np.int64))
+    initial_state: dict[str, Array] | None = None
     policy: str = MAIN_POLICY
     group_id: str = ""
 
@@ -411,7 +410,7 @@ class StepBatch:
 class Transitions:
     """Steps drawn from a replay, each with up to n - 1 that followed it in its episode.
 
-    observations, actions: [B, ...] of the first step
+    observations, actions: [B, ...] of the first step; observations are named leaves
     rewards: [B, n], 0 after the last step that counts
     steps: [B] how many count, 1 to n: fewer before an end, a cut, or the end of what was recorded
     terminated: [B] the last of them ended the episode
@@ -421,12 +420,12 @@ class Transitions:
     policy_versions: [B] that sampled the first steps
     """
 
-    observations: Any
-    actions: Any
+    observations: dict[str, Array]
+    actions: Array
     rewards: Array
     steps: Array
     terminated: Array
-    next_observations: Any
+    next_observations: dict[str, Array]
     weights: Array
     serials: Array
     policy_versions: Array

@@ -15,7 +15,7 @@ from headrace.exchange.ledger import TRAINED, Ledger
 from headrace.exchange.replay import EVICTED, ReplayBuffer
 from headrace.exchange.staleness import Capacity, VersionLine
 from headrace.exchange.stores.replay import ReplayStore
-from headrace.types import FinalObservation, Trajectory
+from headrace.types import Trajectory
 
 
 def trajectory(name="t", steps=4, envs=2, *, version=0, start=0.0, ends=(), cuts=(), invalid=(), finals=()):
@@ -38,9 +38,8 @@ def trajectory(name="t", steps=4, envs=2, *, version=0, start=0.0, ends=(), cuts
         valid=~flags(invalid),
         behavior_logprobs=np.full((steps, envs), -0.5, dtype=np.float32),
         policy_versions=np.full((steps, envs), version),
-        final_observations=tuple(
-            FinalObservation(t=t, n=n, observation={"x": np.array([value], dtype=np.float32)}) for t, n, value in finals
-        ),
+        ended=np.array([(t, n) for t, n, _ in finals]).reshape(-1, 2).astype(np.int64),
+        final_observations={"x": np.array([[value] for *_, value in finals], dtype=np.float32)} if finals else {},
     )
 
 
@@ -87,7 +86,7 @@ def test_a_unit_is_read_as_it_was_written_also_across_the_border_of_the_rings():
             back, start = store.read(key), 100.0 * int(key[1:])
             assert back.sample_id == key and back.oldest_version == int(key[1:])
             assert back.observations["x"][:, :, 0].tolist() == [[start + t, start + 10 + t] for t in range(5)]
-            assert back.final_observations[0].observation["x"].tolist() == [float(key[1:])]
+            assert back.final_observations["x"].tolist() == [[float(key[1:])]]
             assert back.rewards[3].tolist() == [start + 3.5, start + 13.5] and back.truncated.sum() == 1
     assert store.scan() == ["u9", "u10", "u11"] and store.stored == 12 and store.evicted == 9
     assert {x // 100 for x in everything(store)} == {9.0, 10.0, 11.0}

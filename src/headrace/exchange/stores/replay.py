@@ -17,10 +17,10 @@ import numpy as np
 from headrace.errors import ConfigError
 from headrace.exchange.stores.memory import unit_bytes
 from headrace.exchange.sum_tree import SumTree
-from headrace.types import Array, FinalObservation, Trajectory, Transitions
+from headrace.types import Array, Trajectory, Transitions
 
 FACTS = ("actions", "rewards", "terminated", "truncated", "valid", "behavior_logprobs", "policy_versions")
-KEPT = ("sample_id", "initial_state", "policy", "group_id")
+KEPT = ("sample_id", "ended", "episode_returns", "episode_lengths", "initial_state", "policy", "group_id")
 """What a unit holds beside its rows and steps."""
 
 
@@ -33,7 +33,6 @@ class Resident:
     first: int
     first_row: int
     rows: int
-    final_at: list[tuple[int, int]]
     oldest_version: int
     nbytes: int
     kept: dict[str, Any]
@@ -65,8 +64,8 @@ class ReplayStore:
         """Oldest first; those acknowledged out of turn stay in it, as their place is free only once it is the oldest."""
         self._residents: dict[str, Resident] = {}
         self._drawable = self._next = self._next_row = self._row_capacity = 0
-        self._facts: dict[str, Any] = {}
-        self._rows: Any = None
+        self._facts: dict[str, Array] = {}
+        self._rows: dict[str, Array] = {}
         self._serials = np.full(capacity, -1, dtype=np.int64)
         self._uses = np.zeros(capacity, dtype=np.int64)
         self._own_row, self._next_row_of = np.zeros((2, capacity), dtype=np.int64)
@@ -82,12 +81,12 @@ class ReplayStore:
     def append(self, key: str, unit: Trajectory) -> None:
         """Store the unit, in place of an earlier one of this key, after evicting as many as it takes."""
         steps, envs = unit.rewards.shape
-        rows = (steps + 1) * envs + len(unit.final_observations)
+        rows = (steps + 1) * envs + len(unit.ended)
         if steps * envs > self.capacity:
             problem = f"{self.capacity} steps do not hold one unit of {steps} x {envs} steps: raise it"
             raise ConfigError("replay.capacity", problem)
         self.acknowledge(key)
-        if self._rows is None:
+        if not self._facts:
             self._allocate(unit, rows)
         self._make_room(steps * envs, rows)
         resident = Resident(
@@ -96,7 +95,6 @@ class ReplayStore:
             first=self._next,
             first_row=self._next_row,
             rows=rows,
-            final_at=[(final.t, final.n) for final in unit.final_observations],
             oldest_version=unit.oldest_version,
             nbytes=unit_bytes(unit),
             kept={name: getattr(unit, name) for name in KEPT},
@@ -113,12 +111,9 @@ class ReplayStore:
         steps, envs = resident.shape
         grid, (borders, finals) = self._slots(resident).reshape(steps, envs), self._split_rows(resident)
         return Trajectory(
-            observations=map_leaves(lambda ring: ring[borders], self._rows),
-            final_observations=tuple(
-                FinalObservation(t=t, n=n, observation=map_leaves(lambda ring, row=row: ring[row], self._rows))
-                for (t, n), row in zip(resident.final_at, finals, strict=True)
-            ),
-            **{name: map_leaves(lambda ring: ring[grid], self._facts[name]) for name in FACTS},
+            observations=self._observations(borders),
+            final_observations=self._observations(finals) if finals.size else {},
+            **{name: ring[grid] for name, ring in self._facts.items()},
             **resident.kept,
         )
 
@@ -144,7 +139,7 @@ class ReplayStore:
     def close(self) -> None:
         for key in self.scan():
             self.acknowledge(key)
-        self._facts, self._rows = {}, None
+        self._facts, self._rows = {}, {}
 
     # ---------------------------------------------------------------------------------------------- as a replay
 
@@ -183,12 +178,12 @@ class ReplayStore:
         counted = np.arange(n_steps) < steps[:, None]
         weights = (self._drawable * self._tree[slots] / self._tree.total) ** -importance
         return Transitions(
-            observations=map_leaves(lambda ring: ring[self._own_row[slots]], self._rows),
-            actions=map_leaves(lambda ring: ring[slots], self._facts["actions"]),
+            observations=self._observations(self._own_row[slots]),
+            actions=self._facts["actions"][slots],
             rewards=np.where(counted, self._facts["rewards"][path], 0.0).astype(np.float32),
             steps=steps,
             terminated=self._facts["terminated"][last],
-            next_observations=map_leaves(lambda ring: ring[self._next_row_of[last]], self._rows),
+            next_observations=self._observations(self._next_row_of[last]),
             weights=(weights / weights.max()).astype(np.float32),
             serials=self._serials[slots],
             policy_versions=self._facts["policy_versions"][slots],
@@ -218,8 +213,8 @@ class ReplayStore:
         """Rings in the shapes of the first unit. Later ones may have other numbers of steps, so rows get a tenth more."""
         steps = unit.rewards.shape[0]
         self._row_capacity = math.ceil(self.capacity * (steps + 1) / steps * 1.1) + rows
-        self._rows = map_leaves(lambda leaf: _ring(leaf, self._row_capacity), unit.observations)
-        self._facts = {name: map_leaves(lambda leaf: _ring(leaf, self.capacity), getattr(unit, name)) for name in FACTS}
+        self._rows = {name: _ring(leaf, self._row_capacity) for name, leaf in unit.observations.items()}
+        self._facts = {name: _ring(getattr(unit, name), self.capacity) for name in FACTS}
 
     def _make_room(self, steps: int, rows: int) -> None:
         while self._order:
@@ -234,19 +229,22 @@ class ReplayStore:
     def _write(self, resident: Resident, unit: Trajectory) -> None:
         (steps, envs), slots = resident.shape, self._slots(resident)
         grid, (borders, finals) = slots.reshape(steps, envs), self._split_rows(resident)
-        _assign(self._rows, borders, unit.observations)
-        for row, final in zip(finals, unit.final_observations, strict=True):
-            _assign(self._rows, row, final.observation)
-        for name in FACTS:
-            _assign(self._facts[name], grid, getattr(unit, name))
+        for name, ring in self._rows.items():
+            ring[borders] = unit.observations[name]
+            if finals.size:
+                ring[finals] = unit.final_observations[name]
+        for name, fact in self._facts.items():
+            fact[grid] = getattr(unit, name)
         self._serials[slots] = resident.first + np.arange(resident.steps)
         self._own_row[grid], self._next_row_of[grid] = borders[:-1], borders[1:]
-        for row, (t, n) in zip(finals, resident.final_at, strict=True):
-            self._next_row_of[grid[t, n]] = row
+        self._next_row_of[grid[tuple(unit.ended.T)]] = finals
         self._stride[slots], self._uses[slots] = envs, 0
         self._left[grid] = np.arange(steps, 0, -1)[:, None]
         self._tree[slots] = np.where(unit.valid.reshape(-1), self._largest_error**self.exponent, 0.0)
         self._drawable += int(np.count_nonzero(unit.valid))
+
+    def _observations(self, rows: Array) -> dict[str, Array]:
+        return {name: ring[rows] for name, ring in self._rows.items()}
 
     def _slots(self, resident: Resident) -> Array:
         return (resident.first + np.arange(resident.steps)) % self.capacity
@@ -258,26 +256,6 @@ class ReplayStore:
         return rows[: (steps + 1) * envs].reshape(steps + 1, envs), rows[(steps + 1) * envs :]
 
 
-def map_leaves(function: Callable[[Array], Any], tree: Any) -> Any:
-    """The tree (an array, or dicts and tuples of trees) with `function` of each leaf."""
-    if isinstance(tree, dict):
-        return {name: map_leaves(function, leaf) for name, leaf in tree.items()}
-    if isinstance(tree, tuple | list):
-        return tuple(map_leaves(function, leaf) for leaf in tree)
-    return function(tree)
-
-
 def _ring(leaf: Array, capacity: int) -> Array:
     """Room for `capacity` items of a [T, N, ...] leaf."""
     return np.zeros((capacity, *leaf.shape[2:]), dtype=leaf.dtype)
-
-
-def _assign(rings: Any, slots: Array, tree: Any) -> None:
-    if isinstance(rings, dict):
-        for name, ring in rings.items():
-            _assign(ring, slots, tree[name])
-    elif isinstance(rings, tuple):
-        for ring, leaf in zip(rings, tree, strict=True):
-            _assign(ring, slots, leaf)
-    else:
-        rings[slots] = tree
