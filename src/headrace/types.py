@@ -486,7 +486,8 @@ class EngineStats:
     """What an engine says of itself.
 
     progress: ids of all requests that it has, running and waiting, to the tokens they have sampled
-    generated_tokens, prompt_tokens, cached_prompt_tokens, preemptions, swaps, prefill_s, decode_s: since it was built
+    generated_tokens, prompt_tokens, cached_prompt_tokens, preemptions, recomputed_tokens, swaps, prefill_s, decode_s:
+    since it was built; recomputed are tokens whose keys and values had been there and were given up
     """
 
     version: int = NO_VERSION
@@ -501,6 +502,7 @@ class EngineStats:
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     preemptions: int = 0
+    recomputed_tokens: int = 0
     swaps: int = 0
     standstill_s: float = 0.0
     """Longest time between two forward passes caused by the last swap."""

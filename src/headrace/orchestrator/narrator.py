@@ -183,6 +183,7 @@ class Narrator:
             "engine/kv_occupancy": used / total if total else 0.0,
             "engine/prefix_hit_rate": cached / prompt if prompt else 0.0,
             "engine/preemptions": float(sum(slot.stats.preemptions for slot in slots)),
+            "engine/recomputed_tokens": float(sum(slot.stats.recomputed_tokens for slot in slots)),
             "engine/prefill_s": sum(slot.stats.prefill_s for slot in slots),
             "engine/decode_s": sum(slot.stats.decode_s for slot in slots),
             "sync/standstill_s": max(slot.stats.standstill_s for slot in slots),

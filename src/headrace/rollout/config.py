@@ -72,6 +72,8 @@ class EngineConfig(Config):
     """Bound of the key-value cache in tokens; 0: max_running full-length sequences, at most 32,768 tokens."""
     block_size: Positive = 16
     """Tokens in one block of the cache."""
+    prefill_tokens: Positive = 512
+    """Most prompt tokens in one pass, so that a long prompt does not hold up those who decode."""
     context_length: NonNegative = 0
     """Longest prompt plus completion; 0: the model's own limit."""
     deterministic: bool = False

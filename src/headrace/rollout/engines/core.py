@@ -305,6 +305,7 @@ class Core(ABC):
             prompt_tokens=self.prompt_tokens,
             cached_prompt_tokens=self.cached_prompt_tokens,
             preemptions=self.preemptions,
+            recomputed_tokens=self.recomputed_tokens,
             swaps=self.swaps,
             standstill_s=self.standstill_s,
             prefill_s=self.prefill_s,

@@ -1,28 +1,63 @@
-"""Turns a bounded store of key-value blocks into per-sequence lists of them, shared wherever tokens are the same.
+"""Turns a bounded store of key-value blocks into per-sequence lists of them, shared through a radix tree over their tokens.
 
-A block holds the keys and values of `block_size` tokens. It is *held* while sequences or saved prompts count on it,
-*cached* while nobody does but its content is known (it can be found again), and *free* otherwise. What is cached is taken
-back least recently used first. Everything findable was made by the live weights: a swap clears it.
+A block holds the keys and values of `block_size` tokens. It is *held* while sequences count on it, *cached* while nobody
+does but the tree knows its content, and *free* otherwise. What is cached is taken back least recently used first. All
+that the tree knows was made by the live weights: a swap clears it.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
+_ENDS = 64
+"""Most remembered ends: one holds a row of logits."""
 
-_PROMPTS = 64
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One block in the tree.
+
+    tokens: what the block holds from its start on; fewer than a block only at the end of a branch
+    children: blocks that continue it, by their first token
+    ends: tokens of the block -> what the forward pass said after so many of them
+    """
+
+    parent: Node | None
+    tokens: tuple[int, ...] = ()
+    block: int = -1
+    children: dict[int, list[Node]] = field(default_factory=dict)
+    ends: dict[int, Any] = field(default_factory=dict)
+
+    def closest(self, part: tuple[int, ...]) -> tuple[Node | None, int]:
+        """The child that shares the longest beginning with `part`, and how long that is."""
+        best, longest = None, 0
+        for child in self.children.get(part[0], ()):
+            if child.tokens == part:
+                return child, len(part)
+            shared = common_length(child.tokens, part)
+            if shared > longest:
+                best, longest = child, shared
+        return best, longest
 
 
-@dataclass(slots=True)
-class Prompt:
-    """A prompt computed to its end. blocks: all its blocks, the last maybe partial; logits: [V] after its last token."""
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest known beginning of some tokens.
+
+    blocks: whole blocks of it; tail: a block of which the first `tail_tokens` continue them, to be copied
+    end: what was remembered at the end of all tokens, None when that is not known
+    """
 
     blocks: list[int]
-    logits: Any
+    tail: int
+    tail_tokens: int
+    end: Any
+
+    def length(self, block_size: int) -> int:
+        return len(self.blocks) * block_size + self.tail_tokens
 
 
 class BlockTable:
@@ -33,23 +68,24 @@ class BlockTable:
         self.counts = [0] * blocks
         self._free = list(range(blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
-        self._by_key: dict[bytes, int] = {}
-        self._key_of: dict[int, bytes] = {}
-        self._prompts: OrderedDict[bytes, Prompt] = OrderedDict()
+        self._root = Node(None)
+        self._nodes: dict[int, Node] = {}
+        self._ends: OrderedDict[tuple[Node, int], None] = OrderedDict()
+
+    @property
+    def cached(self) -> int:
+        """Blocks that nobody holds and that can be found again."""
+        return len(self._cached)
 
     def allocate(self, count: int) -> list[int] | None:
         """`count` blocks, or None when so many cannot be had."""
-        while len(self._free) + len(self._cached) < count and self._prompts:
-            self._forget_prompt()
         if len(self._free) + len(self._cached) < count:
             return None
         got = []
         for _ in range(count):
-            if self._free:
-                block = self._free.pop()
-            else:
-                block, _ = self._cached.popitem(last=False)
-                self._unname(block)
+            if not self._free:
+                self._evict()
+            block = self._free.pop()
             self.counts[block] = 1
             got.append(block)
         return got
@@ -61,75 +97,119 @@ class BlockTable:
             self.counts[block] += 1
 
     def release(self, blocks: list[int]) -> None:
-        """Later blocks go first, so that a chain is taken back from its end."""
+        """Later blocks go first, so that a branch is taken back from its end."""
         for block in reversed(blocks):
             self.counts[block] -= 1
             if self.counts[block] == 0:
-                if block in self._key_of:
+                if block in self._nodes:
                     self._cached[block] = None
                 else:
                     self._free.append(block)
 
-    # -------------------------------------------------------------------------------------------- finding again
+    # -------------------------------------------------------------------------------------------- the tree
 
-    def remember(self, ids: list[int], blocks: list[int]) -> None:
-        """Make every full block findable by the tokens up to its end."""
-        key = b""
-        for index in range(len(ids) // self.block_size):
-            key = self._chain(key, ids, index)
-            block = blocks[index]
-            if key not in self._by_key and block not in self._key_of:
-                self._by_key[key], self._key_of[block] = block, key
+    def remember(self, ids: list[int], blocks: list[int], end: Any = None) -> None:
+        """Make `blocks` findable by the tokens that they hold; `end` is what the forward pass said after the last one.
 
-    def find(self, ids: list[int]) -> list[int]:
-        """Blocks, now held, of the longest known beginning of `ids` that leaves a token to compute."""
-        found: list[int] = []
-        key = b""
-        for index in range((len(ids) - 1) // self.block_size):
-            key = self._chain(key, ids, index)
-            block = self._by_key.get(key)
-            if block is None:
+        A block that its holder fills further stays what it is known for: only places after those are written.
+        """
+        node, path = self._root, []
+        for index, part in self._parts(ids):
+            child, shared = node.closest(part)
+            if child is None or shared < len(part):
+                block = blocks[index]
+                own = self._nodes.get(block)
+                if own is None:
+                    child = Node(node, part, block)
+                    node.children.setdefault(part[0], []).append(child)
+                    self._nodes[block] = child
+                elif own.parent is node and own.tokens == part[: len(own.tokens)]:
+                    own.tokens, child = part, own
+                else:
+                    break
+            node = child
+            path.append(child.block)
+        else:
+            if end is not None:
+                self._remember_end(node, len(part), end)
+        # What was used stays; a block is never taken back before those that continue it.
+        for block in reversed(path):
+            if block in self._cached:
+                self._cached.move_to_end(block)
+
+    def match(self, ids: list[int], leave_one: bool = True) -> Match:
+        """The longest known beginning of `ids`. With `leave_one` the last token is left to compute, to give logits, unless
+        what it gave is known. The caller holds the blocks, and copies the tail, before anything is allocated."""
+        node, blocks, tail, tail_tokens = self._root, [], -1, 0
+        for _, part in self._parts(ids):
+            child, shared = node.closest(part)
+            if child is None:
                 break
-            found.append(block)
-        self.hold(found)
-        return found
-
-    def remember_prompt(self, key: bytes, blocks: list[int], logits: Any) -> None:
-        if key in self._prompts:
-            return
-        while len(self._prompts) >= _PROMPTS:
-            self._forget_prompt()
-        self.hold(blocks)
-        self._prompts[key] = Prompt(list(blocks), logits)
-
-    def find_prompt(self, key: bytes) -> Prompt | None:
-        prompt = self._prompts.get(key)
-        if prompt is not None:
-            self._prompts.move_to_end(key)
-        return prompt
+            node = child
+            if shared < self.block_size:
+                tail, tail_tokens = child.block, shared
+                break
+            blocks.append(child.block)
+        size = self.block_size
+        end = None
+        if len(blocks) * size + tail_tokens == len(ids):
+            end = node.ends.get(tail_tokens or size)
+            if end is not None:
+                self._ends.move_to_end((node, tail_tokens or size))
+            elif leave_one:
+                if tail_tokens == 0:
+                    tail, tail_tokens = blocks.pop(), size
+                tail_tokens -= 1
+        return Match(blocks, tail if tail_tokens else -1, tail_tokens, end)
 
     def clear(self) -> None:
         """Nothing is findable any more; what sequences hold stays theirs."""
-        while self._prompts:
-            self._forget_prompt()
-        self._by_key.clear()
-        self._key_of.clear()
+        self._root = Node(None)
+        self._nodes.clear()
+        self._ends.clear()
         self._free.extend(self._cached)
         self._cached.clear()
 
-    def _forget_prompt(self) -> None:
-        _, prompt = self._prompts.popitem(last=False)
-        self.release(prompt.blocks)
+    # ------------------------------------------------------------------------------------------- housekeeping
 
-    def _unname(self, block: int) -> None:
-        key = self._key_of.pop(block, None)
-        if key is not None:
-            del self._by_key[key]
+    def _parts(self, ids: list[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
+        size = self.block_size
+        for index in range(-(-len(ids) // size)):
+            yield index, tuple(ids[index * size : (index + 1) * size])
 
-    def _chain(self, key: bytes, ids: list[int], index: int) -> bytes:
-        part = np.array(ids[index * self.block_size : (index + 1) * self.block_size], dtype=np.int64)
-        return hashlib.blake2b(key + part.tobytes(), digest_size=16).digest()
+    def _remember_end(self, node: Node, length: int, end: Any) -> None:
+        node.ends[length] = end
+        self._ends[node, length] = None
+        self._ends.move_to_end((node, length))
+        while len(self._ends) > _ENDS:
+            (old, at), _ = self._ends.popitem(last=False)
+            del old.ends[at]
+
+    def _evict(self) -> None:
+        """Free what was used longest ago. What continues it cannot be found without it, so that goes too."""
+        node = self._nodes[next(iter(self._cached))]
+        siblings = node.parent.children[node.tokens[0]]
+        siblings.remove(node)
+        if not siblings:
+            del node.parent.children[node.tokens[0]]
+        going = [node]
+        while going:
+            node = going.pop()
+            del self._nodes[node.block]
+            for at in node.ends:
+                del self._ends[node, at]
+            if node.block in self._cached:
+                del self._cached[node.block]
+                self._free.append(node.block)
+            for children in node.children.values():
+                going += children
 
 
-def prompt_key(ids: list[int]) -> bytes:
-    return hashlib.blake2b(np.array(ids, dtype=np.int64).tobytes(), digest_size=16).digest()
+def common_length(a: tuple[int, ...] | list[int], b: tuple[int, ...] | list[int]) -> int:
+    """Length of the longest common beginning."""
+    count = 0
+    for x, y in zip(a, b):  # noqa: B905 - they may differ in length
+        if x != y:
+            break
+        count += 1
+    return count

@@ -11,15 +11,12 @@ from headrace.protocols import WorkerContext
 from headrace.rollout.config import EngineConfig
 from headrace.rollout.engines.core import Core
 from headrace.rollout.engines.models import ModelFacts
-from headrace.rollout.engines.native.attention import KeyValues, Pass, Stretch
-from headrace.rollout.engines.native.blocks import BlockTable, prompt_key
+from headrace.rollout.engines.native.attention import KeyValues
+from headrace.rollout.engines.native.batches import FIXED_PREFILL, Batcher, Piece
+from headrace.rollout.engines.native.blocks import BlockTable, Match
 from headrace.rollout.engines.sampling import Draw, Drawn
 from headrace.rollout.engines.sequences import Sequence
 
-_PREFILL_TOKENS = 512
-"""Most prompt tokens in one pass, so that a long prompt does not hold up those who decode."""
-_FIXED_PREFILL = 64
-"""Rows of a prefill pass when shapes are fixed."""
 _DEFAULT_KV_TOKENS = 32_768
 
 
@@ -43,8 +40,9 @@ class NativeCore(Core):
         blocks = max(1, -(-tokens // self.block_size) if not engine.kv_tokens else tokens // self.block_size)
         self.table = BlockTable(blocks, self.block_size)
         self.store = KeyValues(blocks * self.block_size + 1)
+        self.batcher = Batcher(self.block_size, spare=blocks * self.block_size)
         self.fixed = engine.deterministic
-        self._leaders: dict[bytes, Sequence] = {}
+        self.prefill_tokens = engine.prefill_tokens
         self._saved: dict[str, tuple[list[int], list[int]]] = {}
         self._saves = 0
 
@@ -61,103 +59,64 @@ class NativeCore(Core):
     def advance(self) -> None:
         start = time.perf_counter()
         self._admit()
-        behind = [one for one in self.running if one.kv_length < len(one.ids) - 1 or not one.started]
-        caught_up = [one for one in self.running if one not in behind]
-        if self.fixed:
-            for sequence in behind:
-                self._run_pass([(sequence, min(_FIXED_PREFILL, len(sequence.ids) - sequence.kv_length))], [])
-            self.prefill_s += time.perf_counter() - start
-            start = time.perf_counter()
-            caught_up = self._make_room(caught_up)
-            if caught_up:
-                self._run_pass([], caught_up)
-            self.decode_s += time.perf_counter() - start
-            return
-        caught_up = self._make_room(caught_up)
-        pieces, budget = [], _PREFILL_TOKENS
+        behind = [one for one in self.running if self._is_behind(one)]
+        decoding = self._make_room([one for one in self.running if one not in behind])
+        pieces, budget = [], self.prefill_tokens
         for sequence in behind:
             if budget and sequence in self.running:
-                pieces.append((sequence, min(budget, len(sequence.ids) - sequence.kv_length)))
+                pieces.append((sequence, min(budget, self._piece(sequence))))
                 budget -= pieces[-1][1]
-        if pieces or caught_up:
-            self._run_pass(pieces, caught_up)
+        if self.fixed:
+            for piece in pieces:
+                self._run_pass([piece], [])
+        if decoding or (pieces and not self.fixed):
+            self._run_pass([] if self.fixed else pieces, decoding)
         took, rows = time.perf_counter() - start, sum(count for _, count in pieces)
-        share = rows / max(rows + len(caught_up), 1)
+        share = rows / max(rows + len(decoding), 1)
         self.prefill_s += took * share
         self.decode_s += took * (1 - share)
 
-    def _run_pass(self, pieces: list[tuple[Sequence, int]], decoding: list[Sequence]) -> None:
+    def _is_behind(self, sequence: Sequence) -> bool:
+        """Whether more than its last token is to be computed, or nothing was yet. Fixed shapes compute again what was
+        sampled as it was sampled, a token a pass."""
+        if self.fixed:
+            return sequence.kv_length < sequence.prompt_length
+        return sequence.kv_length < len(sequence.ids) - 1 or not sequence.started
+
+    def _piece(self, sequence: Sequence) -> int:
+        """Tokens of its next piece. Those of fixed shapes end where a whole number of them does."""
+        if self.fixed:
+            left = sequence.prompt_length - sequence.kv_length
+            return min(left, FIXED_PREFILL - sequence.kv_length % FIXED_PREFILL)
+        return len(sequence.ids) - sequence.kv_length
+
+    def _run_pass(self, pieces: list[Piece], decoding: list[Sequence]) -> None:
         """One forward pass; every sequence whose last token was in it draws its next one."""
-        batch = self._batch(pieces, decoding)
+        for sequence, _ in pieces:
+            sequence.started = True
+        if not self.fixed:
+            batch = self.batcher.ragged(pieces, decoding)
+        elif pieces:
+            batch = self.batcher.fixed_piece(*pieces[0])
+        else:
+            batch = self.batcher.fixed_decode(decoding, self.max_running)
         logits = self.weights.forward(batch, self.store)
         drawing = []
         for sequence, count in pieces:
             sequence.kv_length += count
-            if sequence.kv_length == len(sequence.ids):
-                self._caught_up(sequence, logits[len(drawing)])
+            caught_up = sequence.kv_length == len(sequence.ids)
+            self._computed(sequence, logits[len(drawing)] if caught_up else None)
+            if caught_up:
                 drawing.append(sequence)
-        for sequence in decoding:
+        rows = list(range(len(drawing)))
+        for row, sequence in enumerate(decoding, len(rows)):
             sequence.kv_length += 1
-            drawing.append(sequence)
-        self.draw(drawing, logits[: len(drawing)])
-
-    def _batch(self, pieces: list[tuple[Sequence, int]], decoding: list[Sequence]) -> Pass:
-        ids, positions, slots, stretches, logit_rows = [], [], [], [], []
-        for sequence, count in pieces:
-            first, stop = sequence.kv_length, sequence.kv_length + count
-            where = self._slots(sequence, stop)
-            stretches.append(Stretch(len(ids), len(ids) + count, torch.tensor(where)))
-            ids += sequence.ids[first:stop]
-            positions += range(first, stop)
-            slots += where[first:]
-            if stop == len(sequence.ids):
-                logit_rows.append(len(ids) - 1)
             sequence.started = True
-        decode_start = len(ids)
-        for sequence in decoding:
-            logit_rows.append(len(ids))
-            ids.append(sequence.ids[-1])
-            positions.append(sequence.kv_length)
-            slots.append(
-                sequence.blocks[sequence.kv_length // self.block_size] * self.block_size
-                + sequence.kv_length % self.block_size
-            )
-        if self.fixed:
-            rows = _FIXED_PREFILL if pieces else self.max_running
-            padding = rows - len(ids)
-            ids += [0] * padding
-            positions += [0] * padding
-            slots += [self.store.slots - 1] * padding
-            logit_rows += [rows - 1] * ((1 if pieces else rows) - len(logit_rows))
-        return Pass(
-            token_ids=torch.tensor(ids),
-            positions=torch.tensor(positions),
-            slots=torch.tensor(slots),
-            stretches=stretches,
-            decode_start=decode_start,
-            tables=self._tables(decoding),
-            lengths=torch.tensor([one.kv_length + 1 for one in decoding]) if decoding else None,
-            logit_rows=torch.tensor(logit_rows, dtype=torch.long),
-            one_by_one=self.fixed,
-        )
-
-    def _slots(self, sequence: Sequence, count: int) -> list[int]:
-        """Where the first `count` tokens of a sequence are kept."""
-        size = self.block_size
-        return [block * size + at for block in sequence.blocks for at in range(size)][:count]
-
-    def _tables(self, decoding: list[Sequence]) -> torch.Tensor | None:
-        if not decoding:
-            return None
-        longest = max(one.kv_length + 1 for one in decoding)
-        blocks = -(-longest // self.block_size)
-        table = torch.tensor([(one.blocks + [0] * blocks)[:blocks] for one in decoding])
-        slots = (table[:, :, None] * self.block_size + torch.arange(self.block_size)).view(len(decoding), -1)[
-            :, :longest
-        ]
-        lengths = torch.tensor([one.kv_length + 1 for one in decoding])
-        # Padding points at a slot that has been written: what memory holds before that may be anything, NaN too.
-        return torch.where(torch.arange(longest) < lengths[:, None], slots, slots[:, :1])
+            if sequence.kv_length == len(sequence.ids):
+                drawing.append(sequence)
+                rows.append(row)
+        if drawing:
+            self.draw(drawing, logits[: len(rows)] if rows[-1] == len(rows) - 1 else logits[rows])
 
     def sample(self, logits: Any, draws: list[Draw]) -> list[Drawn | None]:
         if not self.fixed:
@@ -167,66 +126,60 @@ class NativeCore(Core):
     # ------------------------------------------------------------------------------------- admission and preemption
 
     def _admit(self) -> None:
-        """First come, first served, while blocks last. A sibling of a prompt that is being computed waits for it."""
+        """First come, first served, while blocks last. Who would share what is being computed waits for it."""
         drawing: list[tuple[Sequence, Any]] = []
         for sequence in list(self.waiting):
             if len(self.running) >= self.max_running:
                 break
             if not self.admissible(sequence):
                 continue
-            key = prompt_key(sequence.ids)
-            if key in self._leaders:
+            known = sequence.ids[: sequence.prompt_length] if self.fixed else sequence.ids
+            match = self.table.match(known, leave_one=len(known) == len(sequence.ids))
+            if self._worth_waiting(known, match.length(self.block_size)):
                 continue
-            fresh = not sequence.started
-            logits = self._give_blocks(sequence, key)
-            if logits is False:
+            if not self._give_blocks(sequence, match):
                 break
             self.waiting.remove(sequence)
             self.running.append(sequence)
-            if fresh:
+            if sequence.started:
+                self.recomputed_tokens += len(sequence.ids) - sequence.kv_length
+            else:
                 self.prompt_tokens += len(sequence.ids)
                 self.cached_prompt_tokens += sequence.kv_length
-            else:
-                self.recomputed_tokens += len(sequence.ids) - sequence.kv_length
-            if logits is not None:
+            if sequence.kv_length == len(sequence.ids):
                 sequence.started = True
-                drawing.append((sequence, logits))
-            elif sequence.kv_length < len(sequence.ids) - 1 or fresh:
-                self._leaders[key] = sequence
+                drawing.append((sequence, match.end))
         self.running.sort(key=lambda one: one.arrival)
         if drawing:
             self.draw([one for one, _ in drawing], torch.stack([logits for _, logits in drawing]))
 
-    def _give_blocks(self, sequence: Sequence, key: bytes) -> Any:
-        """Blocks for all tokens of a sequence, shared where they are known. Returns the logits after its last token when
-        they are known too, None when not, False when there is no room."""
-        size, handle = self.block_size, sequence.request.kv_handle
-        wanted = -(-len(sequence.ids) // size)
+    def _worth_waiting(self, ids: list[int], known: int) -> bool:
+        """Whether someone is computing a further block, or all the rest, of these very tokens."""
+        wanted = min(known - known % self.block_size + self.block_size, len(ids))
+        return known < len(ids) and any(
+            other.kv_length < wanted and other.kv_pure and other.ids[:wanted] == ids[:wanted]
+            for other in self.running
+            if self._is_behind(other)
+        )
+
+    def _give_blocks(self, sequence: Sequence, match: Match) -> bool:
+        """Blocks for all tokens of a sequence, shared where they are known. False when there is no room."""
+        wanted = -(-len(sequence.ids) // self.block_size)
+        handle = sequence.request.kv_handle
         if handle in self._saved and self._restore(sequence, *self._saved.pop(handle)):
-            return None
-        prompt = self.table.find_prompt(key)
-        if prompt is not None:
-            whole = len(sequence.ids) // size
-            shared = prompt.blocks[:whole]
-            # Held before allocating: making room may forget the very prompt that is about to be shared.
-            self.table.hold(prompt.blocks)
-            own = self.table.allocate(wanted - whole)
-            if own is None:
-                self.table.release(prompt.blocks)
-            else:
-                if own:
-                    self.store.copy(prompt.blocks[whole] * size, own[0] * size, len(sequence.ids) % size)
-                self.table.release(prompt.blocks[whole:])
-                sequence.blocks, sequence.kv_length = shared + own, len(sequence.ids)
-                return prompt.logits
-            return self._no_room()
-        found = self.table.find(sequence.ids)
-        own = self.table.allocate(wanted - len(found))
+            return True
+        # Held before allocating: making room may forget the very blocks that are about to be shared.
+        shared = match.blocks + [match.tail] * (match.tail_tokens > 0)
+        self.table.hold(shared)
+        own = self.table.allocate(wanted - len(match.blocks))
         if own is None:
-            self.table.release(found)
+            self.table.release(shared)
             return self._no_room()
-        sequence.blocks, sequence.kv_length = found + own, len(found) * size
-        return None
+        if match.tail_tokens:
+            self.store.copy(match.tail * self.block_size, own[0] * self.block_size, match.tail_tokens)
+            self.table.release([match.tail])
+        sequence.blocks, sequence.kv_length = match.blocks + own, match.length(self.block_size)
+        return True
 
     def _no_room(self) -> bool:
         """Nothing runs that could end and make room: what was saved for later goes."""
@@ -248,25 +201,19 @@ class NativeCore(Core):
                     self.requeue(max(self.running, key=lambda one: one.arrival))
         return [one for one in decoding if one in self.running]
 
-    def _caught_up(self, sequence: Sequence, logits: Any) -> None:
-        """All tokens are computed: siblings and later requests may share them."""
-        self._unlead(sequence)
-        if sequence.kv_pure:
-            self.table.remember(sequence.ids, sequence.blocks)
-            if sequence.count == 0:
-                self.table.remember_prompt(prompt_key(sequence.ids), sequence.blocks, logits.clone())
-
-    def _unlead(self, sequence: Sequence) -> None:
-        for key, leader in list(self._leaders.items()):
-            if leader is sequence:
-                del self._leaders[key]
+    def _computed(self, sequence: Sequence, logits: Any) -> None:
+        """A piece of it is there, and maybe what comes next: siblings and later requests may share both."""
+        if sequence.kv_pure and not (self.fixed and sequence.kv_length > sequence.prompt_length):
+            end = logits.clone() if logits is not None and sequence.count == 0 else None
+            self.table.remember(sequence.ids[: sequence.kv_length], sequence.blocks, end)
 
     # --------------------------------------------------------------------------------------------- keys and values
 
     def release(self, sequence: Sequence) -> None:
-        self._unlead(sequence)
         if sequence.kv_pure and sequence.blocks:
-            self.table.remember(sequence.ids[: sequence.kv_length], sequence.blocks)
+            # With fixed shapes a token of a prompt is not computed as a sampled one was.
+            last = min(sequence.kv_length, sequence.prompt_length) if self.fixed else sequence.kv_length
+            self.table.remember(sequence.ids[:last], sequence.blocks)
         self.table.release(sequence.blocks)
         super().release(sequence)
 
