@@ -65,19 +65,30 @@ def test_siblings_share_their_prompt_and_last_tokens_are_no_inputs():
 
 
 def test_the_measured_saving_592_inputs_instead_of_1664():
-    """8 prompts of 18 tokens, 8 samples of 8: prompt once and 7 inputs a sample."""
-    rng = np.random.default_rng(0)
+    """8 prompts of 18 tokens, 8 samples of 8 that have nothing else in common: prompt once and 7 inputs a sample."""
     groups = []
     for g in range(8):
-        prompt = rng.integers(3, 60, 18)
-        groups.append(
-            group_of(
-                [sample_of(prompt, rng.integers(3, 60, 8), sample_id=f"{g}/{i}") for i in range(8)], [0.0, 1.0] * 4
-            )
-        )
+        samples = [
+            sample_of([100 + g] * 18, 1000 * g + 200 + 8 * i + np.arange(8), sample_id=f"{g}/{i}") for i in range(8)
+        ]
+        groups.append(group_of(samples, [0.0, 1.0] * 4))
     credit = [np.array([-1.0, 1.0] * 4)] * 8
     assert len(one(groups, credit).token_ids) == 8 * (18 + 8 * 7) == 592
     assert len(one(groups, credit, share_prefix=False).token_ids) == 64 * 25
+
+
+def test_every_common_start_is_computed_once_across_siblings_and_groups():
+    """Few-shot examples before every prompt; siblings that agree for a while, or altogether, or are a start of another."""
+    shots = [9] * 20
+    first = [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 5], [1, 2, 3]]
+    groups = [
+        group_of([sample_of([*shots, 50], ids, sample_id=f"a{i}") for i, ids in enumerate(first)], [1.0, 1.0, 0.0, 0.0]),
+        group_of([sample_of([*shots, 51], ids, sample_id=f"b{i}") for i, ids in enumerate([[1], [2, 1]])], [1.0, 0.0]),
+    ]
+    batch = one(groups, [np.array([1.0, 1.0, -1.0, -1.0]), np.array([1.0, -1.0])])
+    assert sorted(batch.token_ids.tolist()) == sorted([*shots, 50, 1, 2, 3, 51, 2])
+    assert len(batch.target_ids) == 4 + 4 + 3 + 3 + 1 + 2
+    check(batch, samples_in(groups))
 
 
 @settings(max_examples=60, deadline=None)

@@ -85,7 +85,7 @@ def test_no_block_is_as_large_as_the_batch():
     )
     tree = packed.tree_attention(batch)
     scores = sum(b * q * k for b, q, k in (bucket.shape for bucket in tree.buckets))
-    assert scores < 0.03 * len(batch.token_ids) ** 2
+    assert scores < 0.05 * len(batch.token_ids) ** 2
     assert len(tree.buckets) < 20
 
 

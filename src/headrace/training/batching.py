@@ -1,9 +1,10 @@
-"""Turns scored groups and their advantages into packed micro-batches, siblings sharing their prompt."""
+"""Turns scored groups and their advantages into packed micro-batches, in which every common start is computed once."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -15,31 +16,23 @@ from headrace.types import Array, BatchCounts, Group, SamplingMask, TokenBatch, 
 
 @dataclass(slots=True)
 class _Row:
-    """One sample to train on, cut to what the forward pass needs.
+    """One sample to train on, cut to what the forward pass needs; `number` counts within the group.
 
-    tokens: [L] inputs and, last, the last target; first: index of the first target; targets: [m] indices into tokens
+    tokens: [L] inputs and, last, the last target; targets: [m] indices into tokens
     """
 
     sample: TokenSample
     group: int
+    number: int
     weight: float
     tokens: Array
-    first: int
     targets: Array
     advantages: Array
 
-
-@dataclass(slots=True)
-class _Tree:
-    """Rows that share the root segment `prefix`."""
-
-    prefix: Array
-    rows: list[_Row] = field(default_factory=list)
-
     @property
-    def size(self) -> int:
-        """Input tokens."""
-        return len(self.prefix) + sum(len(row.tokens) - 1 - row.first for row in self.rows)
+    def inputs(self) -> Array:
+        """[L-1]: the last target is never fed in."""
+        return self.tokens[:-1]
 
 
 def annotations_needed(config: TrainingConfig) -> tuple[Annotation, ...]:
@@ -83,11 +76,9 @@ def make_batches(
     for part in np.array_split(np.arange(len(groups)), min(config.minibatches, max(len(groups), 1))):
         rows = [rows_of_group(groups[g], advantages[g], config, index) for index, g in enumerate(part)]
         counts = _count(rows, max_length)
-        trained = [r for r in rows if not is_idle(r, config)]
-        limit = config.micro_tokens
-        trees = [tree for group_rows in trained for tree in _trees(group_rows, limit, share_prefix)]
+        trained = [row for group_rows in rows if not is_idle(group_rows, config) for row in group_rows]
         divided_by = BatchCounts(tokens=1, sequences=1, groups=1, max_length=max_length) if partial else counts
-        micros = [_pack(micro, divided_by) for micro in _fill(trees, limit)]
+        micros = [_pack(*micro, divided_by) for micro in _micros(trained, config.micro_tokens, share_prefix)]
         if micros and counts.tokens:
             minibatches.append(micros)
     return minibatches
@@ -115,7 +106,7 @@ def rows_of_group(group: Group, advantages: Array, config: TrainingConfig, index
                 credit += np.asarray(score.per_token, dtype=np.float32)[targets]
             masked = config.loss.mask_truncated and sample.finish_reason == "length"
             tokens = np.asarray(sample.token_ids[: targets[-1] + 1], dtype=np.int64)
-            rows.append(_Row(sample, index, 0.0 if masked else 1.0, tokens, int(targets[0]), targets, credit))
+            rows.append(_Row(sample, index, len(rows), 0.0 if masked else 1.0, tokens, targets, credit))
     return rows
 
 
@@ -137,63 +128,63 @@ def _count(rows: Sequence[Sequence[_Row]], max_length: int) -> BatchCounts:
     )
 
 
-def _trees(rows: Sequence[_Row], limit: int, share_prefix: bool) -> list[_Tree]:
-    """Rows by common prompt; a tree above the limit is cut into several, the prompt in each."""
-    trees: list[_Tree] = []
-    by_prefix: dict[bytes, _Tree] = {}
+def _micros(rows: Sequence[_Row], limit: int, share_prefix: bool) -> Iterator[tuple[list[_Row], list[int]]]:
+    """(rows, how many leading inputs each shares with the row before it) of one micro-batch after the other.
+
+    In the order of their tokens, neighbours have the most in common, and a row adds only what it does not share. A
+    micro-batch is full when the next row would take it above `limit` inputs; one row above it is a micro-batch of its own.
+    """
+    if share_prefix:
+        rows = sorted(rows, key=lambda row: row.inputs.astype(">u4").tobytes())
+    micro: list[_Row] = []
+    shared: list[int] = []
+    size = 0
     for row in rows:
-        prefix = row.tokens[: row.first]
-        tree = by_prefix.get(prefix.tobytes()) if share_prefix else None
-        if tree is None or tree.size + len(row.tokens) - 1 - row.first > limit:
-            tree = _Tree(prefix)
-            trees.append(tree)
-            by_prefix[prefix.tobytes()] = tree
-        tree.rows.append(row)
-    return trees
+        common = _common(micro[-1].inputs, row.inputs) if micro and share_prefix else 0
+        if micro and size + len(row.inputs) - common > limit:
+            yield micro, shared
+            micro, shared, size, common = [], [], 0, 0
+        micro.append(row)
+        shared.append(common)
+        size += len(row.inputs) - common
+    if micro:
+        yield micro, shared
 
 
-def _fill(trees: Sequence[_Tree], limit: int) -> list[list[_Tree]]:
-    """First fit, in order. A tree above the limit (one long sample) is a micro-batch of its own."""
-    micros: list[list[_Tree]] = []
-    room: list[int] = []
-    for tree in trees:
-        at = next((i for i, free in enumerate(room) if free >= tree.size), None)
-        if at is None:
-            micros.append([])
-            room.append(limit)
-            at = len(micros) - 1
-        micros[at].append(tree)
-        room[at] -= tree.size
-    return micros
+def _common(a: Array, b: Array) -> int:
+    """Length of the common start."""
+    n = min(len(a), len(b))
+    different = a[:n] != b[:n]
+    return int(different.argmax()) if different.any() else n
 
 
-def _pack(trees: Sequence[_Tree], counts: BatchCounts) -> TokenBatch:
-    """Lay the trees' segments one after another and list the targets."""
+def _pack(rows: Sequence[_Row], shared: Sequence[int], counts: BatchCounts) -> TokenBatch:
+    """Lay out the tree of the rows' inputs, each common start once, depth first; then list the targets by sample."""
     tokens, positions, lengths, parents = [], [], [], []
-    target_rows, rows = [], []
+    target_rows: list[Array] = []
     total = 0
-
-    def add(ids: Array, first_position: int, parent: int) -> int:
-        nonlocal total
-        tokens.append(ids)
-        positions.append(np.arange(first_position, first_position + len(ids)))
-        lengths.append(len(ids))
-        parents.append(parent)
-        total += len(ids)
-        return total - len(ids)
-
-    for tree in trees:
-        alone = len(tree.rows) == 1
-        root_ids = tree.rows[0].tokens[:-1] if alone else tree.prefix
-        root_at = add(root_ids, 0, -1)
-        root = len(parents) - 1
-        for row in tree.rows:
-            inputs = row.tokens[row.first : -1]
-            at = root_at + row.first if alone or not len(inputs) else add(inputs, row.first, root)
-            # Token t is predicted by input t - 1: the first target by the root's last row, later ones by the row's own.
-            before = row.targets - 1
-            target_rows.append(np.where(before < row.first, root_at + before, at + before - row.first))
-            rows.append(row)
+    # Where the inputs of the row in hand stand: its path overwrites what its cousins left behind.
+    places = np.zeros(max(len(row.inputs) for row in rows), dtype=np.int64)
+    ranges = [(0, len(rows), 0, -1)]
+    while ranges:
+        low, high, depth, parent = ranges.pop()
+        end = min(shared[low + 1 : high], default=len(rows[low].inputs))
+        if end > depth:
+            tokens.append(rows[low].inputs[depth:end])
+            positions.append(np.arange(depth, end))
+            places[depth:end] = np.arange(total, total + end - depth)
+            lengths.append(end - depth)
+            parents.append(parent)
+            parent = len(parents) - 1
+            total += end - depth
+        if high - low == 1:
+            # Token t is predicted by input t - 1.
+            target_rows.append(places[rows[low].targets - 1])
+            continue
+        cuts = [low, *(i for i in range(low + 1, high) if shared[i] == end), high]
+        ranges.extend((a, b, end, parent) for a, b in reversed(list(pairwise(cuts))))
+    by_sample = sorted(range(len(rows)), key=lambda i: (rows[i].group, rows[i].number))
+    rows, target_rows = [rows[i] for i in by_sample], [target_rows[i] for i in by_sample]
 
     sizes = [row.targets.size for row in rows]
     return TokenBatch(

@@ -13,7 +13,7 @@ from headrace.types import Array, TokenBatch
 
 ATTENTION_NAME = "headrace_tree"
 WHOLE_TREE_TOKENS = 512
-"""Up to here one small attention over a tree is cheaper than one for each segment."""
+"""Up to here one small attention over a subtree is cheaper than one for each segment."""
 MAX_SCORES = 1 << 24
 """Most query-key pairs in one block of scores (64 MB a head in float32)."""
 PADDING_SLACK = 1.3
@@ -71,28 +71,33 @@ class _Block:
 
 
 def tree_attention(batch: TokenBatch, device: torch.device | str = "cpu") -> TreeAttention:
-    """Cut the batch into blocks of queries and keys: a small tree is one block, a large one a block for each segment."""
+    """Cut the batch into blocks of queries and keys: a small subtree is one block, and so is each segment above it."""
     segments = np.asarray(batch.segment_ids)
-    parents = np.asarray(batch.segment_parents)
-    ancestors: list[list[int]] = []
-    roots = np.empty(len(parents), dtype=np.int64)
-    for segment, parent in enumerate(parents.tolist()):
-        ancestors.append([*ancestors[parent], segment] if parent >= 0 else [segment])
-        roots[segment] = roots[parent] if parent >= 0 else segment
+    parents = np.asarray(batch.segment_parents).tolist()
     starts = np.searchsorted(segments, np.arange(len(parents)), side="left")
     ends = np.searchsorted(segments, np.arange(len(parents)), side="right")
+    ancestors: list[list[int]] = []
+    subtree = (ends - starts).tolist()
+    for segment, parent in enumerate(parents):
+        ancestors.append([*ancestors[parent], segment] if parent >= 0 else [segment])
+    for segment in reversed(range(len(parents))):
+        if parents[segment] >= 0:
+            subtree[parents[segment]] += subtree[segment]
+    members: dict[int, list[int]] = {}
+    block_of: list[int] = []
+    for segment, parent in enumerate(parents):
+        joins = parent >= 0 and subtree[parent] <= WHOLE_TREE_TOKENS
+        block_of.append(block_of[parent] if joins else segment)
+        members.setdefault(block_of[-1], []).append(segment)
+
+    def rows(of: list[int]) -> Array:
+        return np.concatenate([np.arange(starts[s], ends[s]) for s in of])
+
     blocks = []
-    for root in np.unique(roots):
-        members = np.flatnonzero(roots == root)
-        rows = np.concatenate([np.arange(starts[s], ends[s]) for s in members])
-        if len(rows) <= WHOLE_TREE_TOKENS or len(members) == 1:
-            blocks.append(_Block(rows, rows, segments[rows], segments[rows]))
-            continue
-        for segment in members:
-            own = np.arange(starts[segment], ends[segment])
-            keys = np.concatenate([np.arange(starts[s], ends[s]) for s in ancestors[segment]])
-            if len(own):
-                blocks.append(_Block(own, keys, segments[own], segments[keys]))
+    for top, inside in members.items():
+        own, keys = rows(inside), rows([*ancestors[top][:-1], *inside])
+        if len(own):
+            blocks.append(_Block(own, keys, segments[own], segments[keys]))
     visible = np.zeros((len(parents), len(parents)), dtype=bool) if len(parents) <= 4096 else None
     if visible is not None:
         for segment, line in enumerate(ancestors):
