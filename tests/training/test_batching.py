@@ -82,7 +82,9 @@ def test_every_common_start_is_computed_once_across_siblings_and_groups():
     shots = [9] * 20
     first = [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 5], [1, 2, 3]]
     groups = [
-        group_of([sample_of([*shots, 50], ids, sample_id=f"a{i}") for i, ids in enumerate(first)], [1.0, 1.0, 0.0, 0.0]),
+        group_of(
+            [sample_of([*shots, 50], ids, sample_id=f"a{i}") for i, ids in enumerate(first)], [1.0, 1.0, 0.0, 0.0]
+        ),
         group_of([sample_of([*shots, 51], ids, sample_id=f"b{i}") for i, ids in enumerate([[1], [2, 1]])], [1.0, 0.0]),
     ]
     batch = one(groups, [np.array([1.0, 1.0, -1.0, -1.0]), np.array([1.0, -1.0])])
