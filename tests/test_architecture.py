@@ -17,18 +17,21 @@ PLANES = ("rollout", "reward", "training", "exchange", "observability")
 # A module may import from ranks below its own, and from its own part. Parts of one rank never import each other.
 RANKS = {
     **dict.fromkeys(("errors", "signals", "types"), 0),
-    **dict.fromkeys(("configbase", "protocols"), 1),
-    **dict.fromkeys(PLANES, 2),
-    "config": 3,
-    **dict.fromkeys(("models", "orchestrator"), 4),
-    "estimates": 5,
-    **dict.fromkeys(("assemble", "check"), 6),
-    "cli": 7,
+    **dict.fromkeys(("configbase", "imports", "protocols"), 1),
+    "policies": 2,
+    **dict.fromkeys(PLANES, 3),
+    "config": 4,
+    **dict.fromkeys(("models", "orchestrator"), 5),
+    "estimates": 6,
+    "assemble": 7,
+    "assemble_control": 8,
+    "check": 9,
+    "cli": 10,
 }
 UPWARDS = {("config", "orchestrator.config")}
 """The one exception: the join of all configs reads the orchestrator's too, which imports nothing but the base."""
 
-HEAVY = ("torch", "transformers", "ray", "vllm", "redis", "plotly", "tensorboard", "wandb", "trackio", "datasets")
+HEAVY = ("torch", "gymnasium", "transformers", "ray", "vllm", "redis", "plotly", "tensorboard", "wandb", "trackio", "datasets")
 LIGHT_MODULES = [
     "errors",
     "types",
@@ -39,7 +42,7 @@ LIGHT_MODULES = [
     "check",
     "estimates",
     "assemble",
-    *(f"{part}.config" for part in (*PLANES, "orchestrator")),
+    *(f"{part}.config" for part in (*PLANES, "policies", "orchestrator")),
 ]
 
 

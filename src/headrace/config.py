@@ -15,9 +15,10 @@ from headrace.errors import ConfigError
 from headrace.exchange.config import BufferConfig, StalenessConfig, WeightsConfig, steps_ahead
 from headrace.observability.config import ObservabilityConfig
 from headrace.orchestrator.config import CheckpointConfig, EvaluationConfig, LimitsConfig
+from headrace.policies.config import PolicyConfig
 from headrace.reward.config import RewardConfig
-from headrace.rollout.config import GroupConfig, RolloutConfig, TasksConfig
-from headrace.training.config import TrainingConfig
+from headrace.rollout.config import EnvConfig, GroupConfig, RolloutConfig, TasksConfig
+from headrace.training.config import AlgorithmConfig, TrainingConfig
 
 PRESETS_FOLDER = Path(__file__).parent / "presets"
 
@@ -43,6 +44,9 @@ class RunConfig(Config):
     runtime: Literal["auto", "local", "processes", "simulated", "ray"] = "auto"
     """auto: local for sync, processes for separate."""
     model: ModelConfig = ModelConfig()
+    env: EnvConfig = EnvConfig()
+    policy: PolicyConfig = PolicyConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
     tasks: TasksConfig = TasksConfig()
     rollout: RolloutConfig = RolloutConfig()
     group: GroupConfig = GroupConfig()
@@ -121,7 +125,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 def _anchor_paths(tables: dict[str, Any], folder: Path) -> None:
     """Make relative paths absolute: model folders, `jsonl:` and `hf:` sources, and `file.py:name` objects."""
-    for path in ("model.path", "tasks.source", "evaluation.source", "rollout.function", "reward.functions"):
+    for path in ("model.path", "env.id", "policy.network", "tasks.source", "evaluation.source", "rollout.function", "reward.functions"):
         *parents, key = path.split(".")
         table: Any = tables
         for parent in parents:
@@ -294,7 +298,7 @@ def _check_ranges(config: RunConfig) -> None:
     training, group, engine, sampling = config.training, config.group, config.rollout.engine, config.rollout.sampling
     if group.min_complete > group.size:
         raise ConfigError("group.min_complete", f"found {group.min_complete}, more than group.size = {group.size}")
-    if training.groups % training.minibatches:
+    if not config.env.id and training.groups % training.minibatches:
         raise ConfigError(
             "training.minibatches",
             f"found {training.minibatches}, which does not divide training.groups = {training.groups}; use one of {_divisors(training.groups)}",
@@ -357,6 +361,9 @@ def _check_inputs(config: RunConfig, only: Only | None) -> None:
     """What a run cannot start without."""
     if not config.name or "/" in config.name or config.name in (".", ".."):
         raise ConfigError("name", f'found "{config.name}", expected the name of a folder')
+    if config.env.id:
+        _check_control(config, only)
+        return
     if not config.model.path:
         raise ConfigError("model.path", "missing; give a Hugging Face folder of a causal LM, smollm2 or tiny")
     if only != "train" and not config.tasks.source:
@@ -387,6 +394,25 @@ def _check_inputs(config: RunConfig, only: Only | None) -> None:
         seen[name] = index
 
 
+def _check_control(config: RunConfig, only: Only | None) -> None:
+    """What control RL cannot do, or not without something else."""
+    env, policy, weights = config.env, config.policy, config.weights
+    if only is not None:
+        raise ConfigError("env.id", f'found "{env.id}" with --only {only}, which is for groups of answers; leave it out')
+    if weights.interruption == "abort":
+        raise ConfigError(
+            "weights.interruption", 'found "abort" with env.id: half a trajectory is none; use never, drain or barrier'
+        )
+    if policy.recurrent != "none" and policy.shared == "no":
+        raise ConfigError("policy.shared", 'found "no" with policy.recurrent, whose memory both need; use auto or yes')
+    if policy.recurrent != "none" and policy.network != "auto":
+        raise ConfigError("policy.recurrent", "found with policy.network; a module of your own has no memory yet")
+    if (env.frame_skip > 1 or env.frame_stack > 1) and env.mode == "vector_entry_point":
+        raise ConfigError("env.mode", 'found "vector_entry_point" with frame_skip or frame_stack; use sync or async')
+    if config.evaluation.source:
+        raise ConfigError("evaluation.source", "found with env.id; episode returns are in every step's figures")
+
+
 def _warnings(config: RunConfig) -> list[str]:
     """What works, but not as one may think."""
     warnings = []
@@ -401,6 +427,8 @@ def _warnings(config: RunConfig) -> list[str]:
         warnings.append(
             f"staleness.max_version_lag: {lag} is below how far rollout may run ahead ({distance}), so that samples will be dropped, long ones first"
         )
+    if config.env.id:
+        return warnings
     if config.group.size == 1:
         warnings.append(f"group.size: 1 leaves {training.advantage.kind} nothing to compare with, every advantage is 0")
     if config.placement == "separate" and config.runtime == "local":

@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from headrace.types import (
+    Array,
     EngineStats,
     Event,
     GenerateRequest,
     Generation,
     Group,
     Metrics,
+    RequestKey,
     Score,
     Task,
     TokenBatch,
@@ -178,6 +180,41 @@ class TextEngine(WeightReceiver, Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+@travels
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Actions:
+    """actions: [B, ...] as sampled; logprobs: [B] of them; version: of the weights that chose them."""
+
+    actions: Array
+    logprobs: Array
+    version: int
+
+
+@runtime_checkable
+class ActionEngine(WeightReceiver, Protocol):
+    """Chooses actions."""
+
+    async def act(self, observations: dict[str, Array]) -> Actions:
+        """One action for each of B observations (leaves [B, ...]), by one version of the weights."""
+        ...
+
+
+@travels
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryRequest:
+    """One trajectory wanted from an actor, which is asked as a text engine is: `generate`, `abort`, `stats`."""
+
+    key: RequestKey
+
+    @property
+    def request_id(self) -> str:
+        return str(self.key)
+
+    @property
+    def group_id(self) -> str:
+        return self.key.lease_id
 
 
 # ----------------------------------------------------------------------------------------------------- environments

@@ -392,18 +392,34 @@ class TokenBatch:
     target_lags: Array | None = None
 
 
+@travels
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatch:
-    """Trajectories side by side, time first: observations [T+1, B, ...], the rest [T, B]; bootstrap [B]."""
+    """Trajectories side by side, time first: observation leaves [T+1, B, ...], the rest [T, B].
 
-    observations: Any
-    actions: Any
+    discounts: gamma, and 0 where the episode terminated
+    cut: the path ends after this step by a time limit; it bootstraps from the value of the true last observation
+    resets: [T, B] row t is the first observation of an episode: recurrent state is zero before it
+    ended: [K, 2] (t, b) of cut steps whose last observation is not row t+1 but `final_observations` [K, ...]
+    initial_state: leaves [B, ...]
+    values, advantages, targets: [T, B] filled by `TrainBackend.annotate`
+    """
+
+    observations: dict[str, Array]
+    actions: Array
     rewards: Array
     discounts: Array
+    cut: Array
     valid: Array
+    resets: Array
     behavior_logprobs: Array
-    bootstrap: Array
-    initial_state: Any = None
+    policy_versions: Array
+    ended: Array
+    final_observations: dict[str, Array]
+    initial_state: dict[str, Array] | None = None
+    values: Array | None = None
+    advantages: Array | None = None
+    targets: Array | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

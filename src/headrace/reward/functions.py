@@ -6,17 +6,14 @@ beside the config (just that file: its folder is not put on the path).
 
 from __future__ import annotations
 
-import hashlib
-import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from headrace.errors import ConfigError
+from headrace.imports import import_object, is_import_path
 from headrace.protocols import RewardRequest
 from headrace.reward.config import RewardConfig, RewardFunctionConfig
 from headrace.reward.rules import RULES, build_rule
@@ -158,49 +155,15 @@ def load_function(spec: RewardFunctionConfig, base_folder: Path, path: str) -> R
 
 def import_function(use: str, base_folder: Path, path: str) -> Callable[..., Any]:
     """The callable that `pkg.module:fn` or `file.py:fn` names."""
-    location, separator, attribute = use.rpartition(":")
-    if not separator or not location or not attribute:
-        rules = ", ".join(RULES)
-        raise ConfigError(path, f"found {use!r}; valid: {rules}, `pkg.module:function` or `file.py:function`")
-    module = _import_file(base_folder / location, path) if location.endswith(".py") else _import(location, path)
-    found: Any = module
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            names = [name for name, value in vars(module).items() if inspect.isfunction(value) and name[0] != "_"]
-            raise ConfigError(path, f"{location!r} has no {attribute!r}; its functions: {', '.join(names) or 'none'}")
-        found = getattr(found, part)
+    if not is_import_path(use):
+        raise ConfigError(
+            path, f"found {use!r}; valid: {', '.join(RULES)}, `pkg.module:function` or `file.py:function`"
+        )
+    found = import_object(use, base_folder, path)
     if inspect.isclass(found) or not callable(found):
         kind = "a class" if inspect.isclass(found) else f"a {type(found).__name__}"
         raise ConfigError(path, f"{use!r} is {kind}; name a function or a callable object")
     return found
-
-
-def _import(name: str, path: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except (Exception, SystemExit) as error:
-        hint = ""
-        if isinstance(error, ModuleNotFoundError) and (error.name or "") == name.split(".")[0]:
-            hint = f"; a file beside the config is named with its suffix: '{name.replace('.', '/')}.py:function'"
-        raise ConfigError(path, f"importing {name!r} failed: {type(error).__name__}: {error}{hint}") from error
-
-
-def _import_file(file: Path, path: str) -> Any:
-    if not file.is_file():
-        raise ConfigError(path, f"no such file: {file}")
-    name = f"headrace_reward_{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:12]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec and spec.loader, "a .py suffix always has a loader"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look their module up by name
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[name]
-        raise ConfigError(path, f"importing {file} failed: {type(error).__name__}: {error}") from error
-    return module
 
 
 def _inspect(

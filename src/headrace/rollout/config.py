@@ -1,4 +1,4 @@
-"""What the rollout plane is told: where tasks come from, how they are rendered, who samples, and how groups close."""
+"""What the rollout plane is told: where tasks or environments come from, who samples, and how groups close."""
 
 from __future__ import annotations
 
@@ -106,3 +106,34 @@ class RolloutConfig(Config):
     """An engine call fails when no token arrived for so long."""
     sampling: SamplingConfig = SamplingConfig()
     engine: EngineConfig = EngineConfig()
+
+
+class EnvConfig(Config):
+    """[env]: what a control policy acts in. A config with an `id` is control RL: units are trajectories, and [tasks], [reward],
+    [group] and [model] are not read (but for group.retries)."""
+
+    id: str = ""
+    """A Gymnasium id, `envpool:ID`, or `pkg.module:make_env` (or `file.py:make_env`): a function of `options` that returns an
+    environment, or a vector environment when it takes `num_envs`."""
+    count: Positive = 8
+    """Environments side by side in one actor."""
+    steps: Positive = 32
+    """Steps of one trajectory."""
+    mode: Literal["auto", "sync", "async", "vector_entry_point"] = "auto"
+    """How Gymnasium makes them a vector; auto: the environment's own vector class where it has one, else sync."""
+    autoreset: Literal["auto", "next_step", "same_step", "disabled"] = "auto"
+    """When an ended episode is reset; all give the same transitions. auto: same_step where it can be chosen, else the environment's own."""
+    options: dict[str, str | int | float | bool] = {}
+    """Handed to the environment."""
+    max_episode_steps: NonNegative = 0
+    """Time limit in place of the environment's own; 0 keeps that."""
+    frame_skip: Positive = 1
+    """Repeat each action so often and add the rewards up."""
+    frame_stack: Positive = 1
+    """Show the last so many observations together."""
+    reward_clip: Annotated[float, Meta(ge=0)] = 0.0
+    """Train on rewards clipped to this size; episode returns are not clipped. 0: do not."""
+    target_return: float | None = None
+    """End the run once the mean return of the last 100 episodes has reached it."""
+    step_timeout_s: Seconds = 60.0
+    """Longest step of mode = async; elsewhere rollout.generate_timeout_s holds."""

@@ -85,17 +85,46 @@ class OptimizerConfig(Config):
     """Steps over which the learning rate rises from 0."""
 
 
+class AlgorithmConfig(Config):
+    """[algorithm]: how trajectories become a loss. Passes and optimiser steps a batch are training.epochs and .minibatches."""
+
+    kind: Literal["ppo", "appo", "impala"] = "ppo"
+    """ppo: GAE and the clipped surrogate; appo: V-trace and the clipped surrogate; impala: V-trace and the policy gradient."""
+    gamma: Annotated[float, Meta(ge=0, le=1)] = 0.99
+    """Discount a step."""
+    lam: Annotated[float, Meta(ge=0, le=1)] = 0.95
+    """Of GAE."""
+    clip: Ratio = 0.2
+    """The ratio is clipped at 1 - clip and 1 + clip."""
+    value_clip: Ratio = 0.0
+    """Largest move of a value away from the one before the update that still lowers its loss; 0: none."""
+    value_coef: Ratio = 0.5
+    """Weight of the value loss."""
+    entropy_coef: Ratio = 0.01
+    """Weight of the entropy bonus."""
+    normalise_advantages: bool = True
+    """To mean 0 and deviation 1, over each minibatch."""
+    target_kl: Ratio = 0.0
+    """No further update on a batch once the KL divergence to the behaviour policy is above 1.5 times this; 0: no such stop."""
+    clip_rho: Annotated[float, Meta(gt=0)] = 1.0
+    """Of V-trace: bound of the importance weight of an error."""
+    clip_c: Annotated[float, Meta(gt=0)] = 1.0
+    """Of V-trace: bound of the trace."""
+    normalise_returns: bool = False
+    """The value function predicts returns of mean 0 and deviation 1; the running figures are saved with it."""
+
+
 class TrainingConfig(Config):
     """[training]: batches into weights."""
 
     steps: Positive = 40
     """Batches to train on."""
     groups: Positive = 8
-    """Groups in a batch."""
+    """Units in a batch: groups, or trajectories of [env]."""
     epochs: Positive = 1
     """Passes over a batch."""
     minibatches: Positive = 1
-    """Optimiser steps per pass; groups must divide by it."""
+    """Optimiser steps per pass; groups must divide by it (steps of trajectories are split as evenly as it goes)."""
     stream_groups: NonNegative = 0
     """Start on a batch as soon as so many of its groups are there, and go on as others come; the gradient is that of the
     whole batch. 0 waits for all."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace.training.config import TrainingConfig
+from headrace.training.config import AlgorithmConfig, TrainingConfig
 from headrace.training.corrections import (
     MAX_LOG_RATIO,
     Correction,
@@ -228,3 +228,72 @@ def mismatch_metrics(inputs: LossInputs) -> Metrics:
         metrics[f"{prefix}/k3"] = stat(k3, mask)
     metrics["mismatch/mixed_share"] = stat(mixed.float(), torch.ones_like(mixed))
     return metrics
+
+
+# ------------------------------------------------------------------------------------------------- steps of control
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLossInputs:
+    """One minibatch of control steps, flat.
+
+    logprobs, entropies: [M] under the current policy, with gradient; values: [M] in the units of the value head
+    behavior_logprobs, advantages, targets: [M]; old_values: [M] before the first update, when values are clipped
+    weights: [M] 0 for a row that is no step, else 1
+    """
+
+    logprobs: Tensor
+    entropies: Tensor
+    values: Tensor
+    behavior_logprobs: Tensor
+    advantages: Tensor
+    targets: Tensor
+    old_values: Tensor | None
+    weights: Tensor
+
+
+def step_loss(inputs: StepLossInputs, config: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """Policy, value and entropy terms as means over the valid rows, and scalars that tell how the update went.
+
+    ppo and appo: -min(r A, clip(r) A); impala: -A log p, where A holds the importance weight already.
+    Schulman et al. 2017, arXiv:1707.06347; Espeholt et al. 2018, arXiv:1802.01561.
+    """
+    weights = inputs.weights
+    count = weights.sum().clamp(min=1.0)
+    # What a row that is no step holds must not matter, not even when it is not finite.
+    log_ratios = torch.where(weights > 0, inputs.logprobs - inputs.behavior_logprobs, 0.0)
+    ratios = log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    if config.kind == "impala":
+        policy = -inputs.advantages * inputs.logprobs
+        outside = torch.zeros_like(weights)
+    else:
+        bounded = ratios.clamp(1 - config.clip, 1 + config.clip)
+        policy = -torch.minimum(ratios * inputs.advantages, bounded * inputs.advantages)
+        outside = (ratios.detach() != bounded.detach()).float()
+    policy_loss = torch.where(weights > 0, policy, 0.0).sum() / count
+    value_loss = (value_errors(inputs.values, inputs.targets, inputs.old_values, config.value_clip) * weights).sum()
+    value_loss = value_loss / count
+    entropy = (inputs.entropies * weights).sum() / count
+    loss = policy_loss + config.value_coef * value_loss - config.entropy_coef * entropy
+    with torch.no_grad():
+        kl = ((ratios - 1 - log_ratios) * weights).sum() / count
+        metrics = {
+            "loss/total": loss,
+            "loss/policy": policy_loss,
+            "loss/value": value_loss,
+            "loss/entropy": entropy,
+            "loss/kl": kl,
+            "loss/clip_share": (outside * weights).sum() / count,
+            "loss/ratio_max": (ratios * weights).max(),
+        }
+    return loss, metrics
+
+
+def value_errors(values: Tensor, targets: Tensor, old_values: Tensor | None, clip: float) -> Tensor:
+    """[M] half the squared error; with a clip, the larger one of the value's and of the value held within `clip` of its
+    old one, so that a move beyond it is no gain."""
+    errors = (values - targets).square()
+    if clip > 0 and old_values is not None:
+        held = old_values + (values - old_values).clamp(-clip, clip)
+        errors = torch.maximum(errors, (held - targets).square())
+    return 0.5 * errors

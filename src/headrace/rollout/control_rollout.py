@@ -1,0 +1,350 @@
+"""Turns steps of vector environments into trajectories: the actor that steps and acts, and the rollout that asks actors.
+
+An actor answers `generate` as a text engine does, so that dispatcher, weight sync and watchdog serve both: a request is
+one trajectory, and progress is counted in steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from headrace.errors import HeadraceError, PartFailed, RolloutDropped
+from headrace.policies.config import PolicyConfig
+from headrace.policies.spaces import Spaces
+from headrace.protocols import Lease, PauseMode, RunningPolicy, TrajectoryRequest, WeightChannel, WorkerContext
+from headrace.rollout.config import EnvConfig
+from headrace.rollout.engines.policy_network import PolicyNetworkEngine
+from headrace.rollout.environments.gymnasium_vector import VectorEnvironment
+from headrace.types import Array, EngineStats, Event, RequestKey, Trajectory, WeightTicket
+
+TURN_S = 0.002
+"""Weights, stats and cancellations wait at most so long for a loop that steps (or for one step)."""
+GENERATE_EVENT_S = 0.25
+
+
+def build_actor(
+    context: WorkerContext, env: EnvConfig, policy: PolicyConfig, channel: WeightChannel | None, seed: int
+) -> Actor:
+    """Environments and a policy copy. The name's last part is the actor's number."""
+    if context.resources.threads:
+        torch.set_num_threads(context.resources.threads)
+    return Actor(context, env, policy, channel, seed)
+
+
+class Actor:
+    """Steps its environments with its own copy of the policy, one trajectory after the other.
+
+    An environment that raises, or shows what is not finite or of another shape, fails the request; all environments are
+    then made anew for the next one, since nobody knows what state they are in.
+    """
+
+    def __init__(
+        self, context: WorkerContext, env: EnvConfig, policy: PolicyConfig, channel: WeightChannel | None, seed: int
+    ) -> None:
+        self.context, self.env, self.seed = context, env, seed
+        self.index = int(context.name.rpartition("-")[2])
+        self.makes = 0
+        self.environments: VectorEnvironment | None = self._make()
+        self.spaces = self.environments.spaces
+        self.engine = PolicyNetworkEngine(self.spaces, policy, channel, _mix(seed, self.index))
+        self._lock = asyncio.Lock()
+        self._requests: dict[str, int] = {}
+        self._aborted: set[str] = set()
+        self._steps = 0
+        self._worked: tuple[int, int] | None = None
+        self._begin_episodes()
+
+    async def describe(self) -> Spaces:
+        """What the environments show and take: the trainer builds its network from it."""
+        return self.spaces
+
+    # ------------------------------------------------------------------------------------------------ trajectories
+
+    async def generate(self, request: TrajectoryRequest) -> Trajectory:
+        """One trajectory. Raises `PartFailed` for an environment that misbehaves."""
+        self._requests[request.request_id] = 0
+        try:
+            async with self._lock:
+                if request.request_id in self._aborted:
+                    raise PartFailed(f"{request.request_id} was aborted")
+                return await self._collect(request)
+        finally:
+            self._requests.pop(request.request_id, None)
+            self._aborted.discard(request.request_id)
+
+    async def _collect(self, request: TrajectoryRequest) -> Trajectory:
+        began = time.monotonic_ns()
+        try:
+            if self.environments is None:
+                self.environments = self._make()
+                self._begin_episodes()
+            recorded = await self._loop(request)
+            trajectory = self._trajectory(request, recorded)
+            _refuse_what_is_not_finite(self.env.id, trajectory)
+            return trajectory
+        except HeadraceError:
+            self._give_environments_up()
+            raise
+        except Exception as error:
+            self._give_environments_up()
+            raise PartFailed(f"{self.env.id} failed: {type(error).__name__}: {error}") from error
+        finally:
+            self._record(began)
+
+    async def _loop(self, request: TrajectoryRequest) -> Recording:
+        """`env.steps` steps. The other calls to this actor get their turn every `TURN_S`."""
+        environments, engine = self.environments, self.engine
+        assert environments is not None
+        to_environment, step, act = engine.distribution.to_environment, environments.step, engine.step
+        recorded = Recording(self.spaces, self.env.steps, environments.count, engine.distribution.size)
+        recorded.show(0, self._observations)
+        noise = engine.noise(self.env.steps, environments.count)
+        state = self._state
+        recorded.initial_state = {name: value.numpy().copy() for name, value in state.items()}
+        turn_at = time.monotonic() + TURN_S
+        for t in range(self.env.steps):
+            actions, outputs, state = act(recorded.shown(t), state, noise[t])
+            recorded.act(t, actions, outputs, engine.version)
+            result = step(to_environment(recorded.actions[t]))
+            recorded.step(t, result)
+            state = self._count(recorded, t, result, state)
+            if (now := time.monotonic()) >= turn_at:
+                turn_at = now + TURN_S
+                self._requests[request.request_id] = t
+                await asyncio.sleep(0)
+                if request.request_id in self._aborted:
+                    raise PartFailed(f"{request.request_id} was aborted")
+        self._observations, self._state = recorded.last(), state
+        return recorded
+
+    def _count(self, recorded: Recording, t: int, result: Any, state: Any) -> Any:
+        """Episode statistics, and a state that is zero where an episode begins."""
+        self._steps += self.env.count
+        self._returns += result.rewards
+        self._lengths += result.valid
+        done = result.terminated | result.truncated
+        over = done.any()
+        if over:
+            recorded.returns.append(self._returns[done])
+            recorded.lengths.append(self._lengths[done])
+            self._returns[done], self._lengths[done] = 0.0, 0
+        if state:
+            begins = done if self.environments.mode != "next_step" else ~result.valid  # type: ignore[union-attr]
+            if begins.any():
+                keep = torch.from_numpy(~begins).to(torch.float32)[:, None]
+                state = {name: value * keep for name, value in state.items()}
+        return state
+
+    def _trajectory(self, request: TrajectoryRequest, recorded: Recording) -> Trajectory:
+        logprobs = self.engine.distribution.logprobs(recorded.outputs, recorded.action_tensor).numpy()
+        clip = self.env.reward_clip
+        rewards = np.clip(recorded.rewards, -clip, clip) if clip else recorded.rewards
+        return Trajectory(
+            sample_id=request.key.lease_id,
+            observations=recorded.observations,
+            actions=recorded.actions,
+            rewards=rewards,
+            terminated=recorded.terminated,
+            truncated=recorded.truncated,
+            valid=recorded.valid,
+            behavior_logprobs=logprobs,
+            policy_versions=recorded.versions,
+            ended=recorded.ended(),
+            final_observations=recorded.final_observations(),
+            episode_returns=np.concatenate(recorded.returns) if recorded.returns else np.zeros(0, np.float32),
+            episode_lengths=np.concatenate(recorded.lengths) if recorded.lengths else np.zeros(0, np.int64),
+            initial_state=recorded.initial_state or None,
+        )
+
+    # ----------------------------------------------------------------------------------------------- environments
+
+    def _make(self) -> VectorEnvironment:
+        """Environments with seeds of their own, also when they are made again."""
+        self.makes += 1
+        return VectorEnvironment(self.env, seed=_mix(self.seed, self.makes), index=self.index)
+
+    def _begin_episodes(self) -> None:
+        assert self.environments is not None
+        self._observations = {name: leaf.copy() for name, leaf in self.environments.reset().items()}
+        self._state = self.engine.network.initial_state(self.env.count)
+        self._returns = np.zeros(self.env.count, np.float32)
+        self._lengths = np.zeros(self.env.count, np.int64)
+
+    def _give_environments_up(self) -> None:
+        broken, self.environments = self.environments, None
+        try:
+            if broken is not None:
+                broken.close()
+        except Exception:  # they are given up because they are broken: closing them may fail as well
+            pass
+
+    # ---------------------------------------------------------------------------------------------- an engine's face
+
+    async def abort(self, request_id: str, keep_kv: bool = False) -> None:
+        """End a request. Half a trajectory is none, so nothing is handed back."""
+        if request_id in self._requests:
+            self._aborted.add(request_id)
+
+    async def prepare(self, ticket: WeightTicket) -> None:
+        await self._timed("prepare", ticket, self.engine.prepare(ticket))
+
+    async def commit(self, ticket: WeightTicket, running: RunningPolicy = "go_on") -> None:
+        """Between two steps: a trajectory goes on with the new weights, and each step names its version."""
+        await self._timed("swap", ticket, self.engine.commit(ticket, running))
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self._lock.acquire()
+
+    async def resume(self) -> None:
+        if self._lock.locked():
+            self._lock.release()
+
+    async def sleep(self, level: int) -> None:
+        await self.engine.sleep(level)
+
+    async def wake(self) -> None:
+        await self.engine.wake()
+
+    async def stats(self) -> EngineStats:
+        self._flush_work()
+        running = sum(1 for steps in self._requests.values() if steps)
+        return dataclasses.replace(
+            await self.engine.stats(),
+            running=running,
+            waiting=len(self._requests) - running,
+            progress=dict(self._requests),
+            generated_tokens=self._steps,
+        )
+
+    async def close(self) -> None:
+        self._flush_work()
+        self._give_environments_up()
+
+    async def _timed(self, kind: str, ticket: WeightTicket, call: Any) -> None:
+        began = time.monotonic_ns()
+        await call
+        self.context.record(
+            Event(began, self.context.name, kind, "", ticket.version, time.monotonic_ns() - began)
+        )
+
+    def _record(self, began_ns: int) -> None:
+        """The work on one trajectory; those that follow one another closely become one event of `GENERATE_EVENT_S`."""
+        ended_ns = time.monotonic_ns()
+        start_ns, last_ns = self._worked or (began_ns, began_ns)
+        if began_ns - last_ns > TURN_S * 1e9 or ended_ns - start_ns > GENERATE_EVENT_S * 1e9:
+            self._flush_work()
+            start_ns = began_ns
+        self._worked = (start_ns, ended_ns)
+        if not self._requests or len(self._requests) == 1:  # nothing more to do for now
+            self._flush_work()
+
+    def _flush_work(self) -> None:
+        if self._worked is not None:
+            (start_ns, ended_ns), self._worked = self._worked, None
+            version = self.engine.version
+            self.context.record(Event(start_ns, self.context.name, "generate", "", version, ended_ns - start_ns))
+
+
+class Recording:
+    """Arrays of one trajectory while it grows, with views for torch; layouts as in `Trajectory`."""
+
+    def __init__(self, spaces: Spaces, steps: int, count: int, outputs: int) -> None:
+        self.observations: dict[str, Array] = {
+            leaf.name: np.empty((steps + 1, count, *leaf.shape), leaf.dtype) for leaf in spaces.leaves
+        }
+        self._views = {name: torch.from_numpy(leaf) for name, leaf in self.observations.items()}
+        box = spaces.action.kind == "box"
+        shape = (steps, count, len(spaces.action.low)) if box else (steps, count, *spaces.action.shape)
+        self.actions = np.empty(shape, np.float32 if box else np.int64)
+        self.action_tensor = torch.from_numpy(self.actions)
+        self.outputs = torch.empty(steps, count, outputs)
+        self.rewards = np.empty((steps, count), np.float32)
+        self.terminated, self.truncated, self.valid = (np.empty((steps, count), bool) for _ in range(3))
+        self.versions = np.empty((steps, count), np.int32)
+        self.returns: list[Array] = []
+        self.lengths: list[Array] = []
+        self.initial_state: dict[str, Array] = {}
+        self._ended: list[tuple[int, Array, dict[str, Array]]] = []
+
+    def show(self, t: int, observations: dict[str, Array]) -> None:
+        for name, leaf in observations.items():
+            self.observations[name][t] = leaf
+
+    def shown(self, t: int) -> dict[str, torch.Tensor]:
+        return {name: view[t] for name, view in self._views.items()}
+
+    def last(self) -> dict[str, Array]:
+        return {name: leaf[-1] for name, leaf in self.observations.items()}
+
+    def act(self, t: int, actions: torch.Tensor, outputs: torch.Tensor, version: int) -> None:
+        self.action_tensor[t] = actions
+        self.outputs[t] = outputs
+        self.versions[t] = version
+
+    def step(self, t: int, result: Any) -> None:
+        self.show(t + 1, result.observations)
+        self.rewards[t] = result.rewards
+        self.terminated[t], self.truncated[t], self.valid[t] = result.terminated, result.truncated, result.valid
+        if result.ended.size:
+            self._ended.append((t, result.ended, result.final_observations))
+
+    def ended(self) -> Array:
+        if not self._ended:
+            return np.zeros((0, 2), np.int64)
+        return np.concatenate([np.stack([np.full(len(n), t), n], 1) for t, n, _ in self._ended])
+
+    def final_observations(self) -> dict[str, Array]:
+        if not self._ended:
+            return {}
+        return {name: np.concatenate([leaves[name] for _, _, leaves in self._ended]) for name in self.observations}
+
+
+def _refuse_what_is_not_finite(name: str, trajectory: Trajectory) -> None:
+    """NaN from an environment would be in every weight one update later."""
+    arrays = {"reward": trajectory.rewards} | {f"observation {k!r}": v for k, v in trajectory.observations.items()}
+    for what, values in arrays.items():
+        if values.dtype.kind == "f" and not np.isfinite(values).all():
+            t, n = np.argwhere(~np.isfinite(values.reshape(*values.shape[:2], -1)).all(-1))[0]
+            raise PartFailed(f"{name} gave a {what} that is not finite (environment {n}, step {t} of the trajectory)")
+
+
+def _mix(seed: int, index: int) -> int:
+    """A seed of its own for a part."""
+    return int(np.random.SeedSequence([seed, index]).generate_state(1)[0])
+
+
+# ----------------------------------------------------------------------------------------------------- the rollout
+
+
+class TrajectoryEngine(Protocol):
+    """Where trajectories come from: a dispatcher over actors, or one actor."""
+
+    async def generate(self, request: TrajectoryRequest) -> Trajectory: ...
+
+
+class ControlRollout:
+    """A rollout function for control: ``await rollout(lease) -> Trajectory``, tried again elsewhere when an actor fails."""
+
+    def __init__(self, engine: TrajectoryEngine, *, retries: int, incarnation: int = 0) -> None:
+        self.engine, self.retry_limit, self.incarnation = engine, retries, incarnation
+        self.scoring = 0
+        self.retries = 0
+
+    async def __call__(self, lease: Lease) -> Trajectory:
+        """Raises `RolloutDropped` ("retries") when every try failed."""
+        for attempt in range(self.retry_limit + 1):
+            key = RequestKey(lease_id=lease.lease_id, attempt=attempt, incarnation=self.incarnation)
+            try:
+                return await self.engine.generate(TrajectoryRequest(key=key))
+            except PartFailed as error:
+                self.retries += 1
+                problem = str(error).partition("\n")[0]
+        raise RolloutDropped("retries", problem)
+
+

@@ -1,0 +1,369 @@
+"""Turns batches of control steps into new weights on one device: values, credit, minibatch updates, publish, save."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.errors import ConfigError, RunDirError
+from headrace.policies.config import PolicyConfig
+from headrace.policies.distributions import distribution_of
+from headrace.policies.networks import build_network
+from headrace.policies.spaces import Spaces
+from headrace.protocols import Annotation, WeightChannel, WorkerContext
+from headrace.training import checkpoint_folder
+from headrace.training.advantages import Credit, gae, vtrace
+from headrace.training.config import AlgorithmConfig, TrainingConfig
+from headrace.training.losses import StepLossInputs, step_loss
+from headrace.training.optimizer import FlatAdamW, FlatParameters
+from headrace.types import Array, Event, Metrics, Stat, StepBatch, WeightTicket
+
+WEIGHTS = "policy.safetensors"
+
+
+def build_control_device(
+    context: WorkerContext,
+    training: TrainingConfig,
+    algorithm: AlgorithmConfig,
+    policy: PolicyConfig,
+    channel: WeightChannel | None,
+    seed: int,
+) -> ControlDevice:
+    """A trainer that gets its network with `begin`, once an actor has said what its environments show and take."""
+    if context.resources.threads:
+        torch.set_num_threads(context.resources.threads)
+    return ControlDevice(context, training, algorithm, policy, channel, seed)
+
+
+class ControlDevice:
+    """A policy with its value function and optimiser. `update` is a whole batch's work in one call, so that a trainer in
+    another process is sent each batch once; it is made of the same parts as the calls of every `TrainBackend`."""
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        training: TrainingConfig,
+        algorithm: AlgorithmConfig,
+        policy: PolicyConfig,
+        channel: WeightChannel | None,
+        seed: int,
+    ) -> None:
+        self._context, self._training, self._algorithm = context, training, algorithm
+        self._policy, self._channel, self._seed = policy, channel, seed
+        self._version = -1
+
+    async def begin(self, spaces: Spaces) -> None:
+        """Build the network. Called once, before anything else."""
+        self._distribution = distribution_of(spaces.action, self._policy.squash)
+        self._network = build_network(spaces, self._policy, self._distribution.size, self._seed)
+        self._flat = FlatParameters(self._network)
+        total = self._training.steps * self._training.epochs * self._training.minibatches
+        self._optimizer = FlatAdamW(self._flat, self._training.optimizer, total)
+        self._shuffle = torch.Generator().manual_seed(self._seed)
+        self._returns = (0.0, 0.0, 0.0)  # count, mean, sum of squared differences
+
+    # --------------------------------------------------------------------------------------------------- training
+
+    async def update(self, batch: StepBatch) -> Metrics:
+        """All epochs and minibatches of one batch."""
+        training = self._training
+        once = training.epochs * training.minibatches == 1 and not self._network.recurrent
+        rows = Rows(batch)
+        with self._event("forward_backward"):
+            if once:
+                found = self._update_once(batch, rows)
+            else:
+                rows.fill(self._credit(batch, rows))
+                found = self._epochs(rows)
+            self._follow(rows)
+        stats = torch.stack([torch.stack([v.detach().float() for v in part.values()]) for part in found.losses])
+        names = list(found.losses[0])
+        metrics = {name: Stat(sum(column), len(column), max(column)) for name, column in zip(names, stats.T.tolist(), strict=True)}
+        return metrics | found.metrics | rows.explained_variance()
+
+    def _update_once(self, batch: StepBatch, rows: Rows) -> Updates:
+        """One step on the whole batch: its forward pass serves the values that credit is made of, too."""
+        outputs, values = self._network.evaluate(rows.observations)
+        logprobs, entropies = self._distribution.logprobs_and_entropy(outputs, rows.actions)
+        rows.fill(self._credit(batch, rows, values.detach(), logprobs.detach()))
+        loss, metrics = step_loss(self._inputs(rows, slice(None), logprobs, entropies, values), self._algorithm)
+        loss.backward()
+        return Updates([metrics], self._step())
+
+    def _epochs(self, rows: Rows) -> Updates:
+        """Shuffled minibatches, until the policy is too far from the one that acted."""
+        found = Updates([], {})
+        bound = 1.5 * self._algorithm.target_kl
+        for _ in range(self._training.epochs):
+            for part in rows.minibatches(self._training.minibatches, self._shuffle, self._network.recurrent):
+                metrics = self._gradient(rows, part)
+                found.losses.append(metrics)
+                if bound and float(metrics["loss/kl"]) > bound:
+                    self._flat.grads.zero_()
+                    found.metrics["loss/stopped"] = Stat(1.0)
+                    return found
+                for name, stat in self._step().items():
+                    found.metrics[name] = found.metrics[name] + stat if name in found.metrics else stat
+        return found
+
+    def _gradient(self, rows: Rows, part: Tensor | slice) -> dict[str, Tensor]:
+        if self._network.recurrent:
+            outputs, values, _ = self._network.unroll(*rows.sequences(part))  # type: ignore[operator]
+            outputs, values = outputs.flatten(0, 1), values.flatten()
+            part = rows.rows_of(part)
+        else:
+            outputs, values = self._network.evaluate({n: leaf[part] for n, leaf in rows.observations.items()})
+        logprobs, entropies = self._distribution.logprobs_and_entropy(outputs, rows.actions[part])
+        loss, metrics = step_loss(self._inputs(rows, part, logprobs, entropies, values), self._algorithm)
+        loss.backward()
+        return metrics
+
+    def _inputs(
+        self, rows: Rows, part: Tensor | slice, logprobs: Tensor, entropies: Tensor, values: Tensor
+    ) -> StepLossInputs:
+        advantages, weights = rows.advantages[part], rows.weights[part]
+        if self._algorithm.normalise_advantages:
+            advantages = normalised(advantages, weights)
+        mean, std = self._network.value_mean, self._network.value_std
+        return StepLossInputs(
+            logprobs=logprobs,
+            entropies=entropies,
+            values=values,
+            behavior_logprobs=rows.behavior_logprobs[part],
+            advantages=advantages,
+            targets=(rows.targets[part] - mean) / std,
+            old_values=(rows.values[part] - mean) / std if self._algorithm.value_clip else None,
+            weights=weights,
+        )
+
+    def _step(self) -> Metrics:
+        norm, rate, stepped = self._optimizer.step()
+        metrics = {"optimizer/lr": Stat(rate), "optimizer/skipped": Stat(0.0 if stepped else 1.0)}
+        if stepped:
+            metrics["optimizer/grad_norm"] = Stat(norm, 1.0, norm)
+        return metrics
+
+    # ------------------------------------------------------------------------------------------------------ credit
+
+    @torch.no_grad()
+    def _credit(
+        self, batch: StepBatch, rows: Rows, values: Tensor | None = None, logprobs: Tensor | None = None
+    ) -> tuple[Array, Credit]:
+        """[T, B] values under the current weights, and the credit made of them. `values`, `logprobs`: [T*B] if known."""
+        steps, count = batch.rewards.shape
+        last = {name: leaf[-1] for name, leaf in rows.leaves.items()}
+        final = {name: torch.from_numpy(leaf) for name, leaf in batch.final_observations.items()}
+        network, needs_ratio = self._network, self._algorithm.kind != "ppo"
+        if network.recurrent:
+            outputs, found, states = network.unroll(*rows.sequences(slice(None)))  # type: ignore[operator]
+            values = found.flatten()
+            bootstrap = network.value_after(last, states[-1])  # type: ignore[operator]
+            logprobs = self._distribution.logprobs(outputs.flatten(0, 1), rows.actions)
+            t, n = torch.from_numpy(batch.ended).T
+            at = {name: torch.stack([s[name] for s in states])[t, n] for name in states[0]} if len(t) else {}
+            cut_values = network.value_after(final, at) if len(t) else None  # type: ignore[operator]
+        else:
+            if values is None:
+                if needs_ratio:
+                    outputs, values = network.evaluate(rows.observations)
+                    logprobs = self._distribution.logprobs(outputs, rows.actions)
+                else:
+                    values = network.values(rows.observations)
+            bootstrap = network.values(last)
+            cut_values = network.values(final) if len(batch.ended) else None
+        mean, std = network.value_mean, network.value_std
+        own = (values * std + mean).view(steps, count).numpy()
+        after = (bootstrap * std + mean).numpy()
+        following = np.concatenate([own[1:], after[None]])
+        if cut_values is not None:
+            following[batch.ended[:, 0], batch.ended[:, 1]] = (cut_values * std + mean).numpy()
+        path = {"truncated": batch.cut, "truncation_values": following, "valid": batch.valid}
+        if not needs_ratio:
+            return own, gae(batch.rewards, own, after, batch.discounts, self._algorithm.lam, **path)
+        assert logprobs is not None
+        ratios = np.exp(np.clip(logprobs.view(steps, count).numpy() - batch.behavior_logprobs, -20, 20))
+        clips = {"clip_rho": self._algorithm.clip_rho, "clip_c": self._algorithm.clip_c}
+        return own, vtrace(ratios, batch.rewards, own, after, batch.discounts, **path, **clips)
+
+    @torch.no_grad()
+    def _follow(self, rows: Rows) -> None:
+        """Take a batch into the running figures: after the update, so that it was made under those that acted."""
+        kept = rows.weights > 0
+        for name, normalisers in self._network.normalisers():
+            for normaliser in normalisers:
+                normaliser.update(rows.observations[name][kept].float())
+        if self._algorithm.normalise_returns:
+            targets = rows.targets[kept].double()
+            count, mean, squares = self._returns
+            n = float(targets.numel())
+            if n:
+                difference, total = float(targets.mean()) - mean, count + n
+                squares += float((targets - targets.mean()).square().sum()) + difference**2 * count * n / total
+                self._returns = (total, mean + difference * n / total, squares)
+                self._network.value_mean.fill_(self._returns[1])
+                self._network.value_std.fill_(max((squares / total) ** 0.5, 1e-4))
+
+    # ------------------------------------------------------------------------------- the calls of every TrainBackend
+
+    async def annotate(self, batch: StepBatch, what: Sequence[Annotation]) -> StepBatch:
+        """Fill values, advantages and targets [T, B]."""
+        if list(what) != ["values"]:
+            raise ConfigError("algorithm.kind", f"a batch of steps is annotated with values, not with {list(what)}")
+        with self._event("annotate"):
+            values, credit = self._credit(batch, Rows(batch))
+        return dataclasses.replace(batch, values=values, advantages=credit.advantages, targets=credit.targets)
+
+    async def forward_backward(self, batch: StepBatch) -> Metrics:
+        """Add the gradient of an annotated batch."""
+        rows = Rows(batch)
+        assert batch.values is not None and batch.advantages is not None and batch.targets is not None
+        if not float(rows.weights.sum()):
+            return {"batch/empty_micro": Stat(1.0, 1.0)}
+        rows.fill((batch.values, Credit(batch.advantages, batch.targets)))
+        with self._event("forward_backward"):
+            metrics = self._gradient(rows, slice(None))
+        return {name: Stat(float(value), 1.0, float(value)) for name, value in metrics.items()}
+
+    async def optimizer_step(self) -> Metrics:
+        """Clip, step, advance the schedule, clear the gradients."""
+        with self._event("optimizer_step"):
+            return self._step()
+
+    # ---------------------------------------------------------------------------------------------------- weights
+
+    async def publish(self, version: int) -> WeightTicket:
+        """Send weights and running figures through the channel as `version`."""
+        if self._channel is None:
+            raise ConfigError("weights.channel", "this trainer was built without a channel: it cannot publish")
+        with self._event("publish", version):
+            ticket = self._channel.publish(self._network.state_dict().items(), version)
+        self._version = version
+        return ticket
+
+    async def fingerprint(self) -> str:
+        """sha256 over all weights and running figures."""
+        digest = hashlib.sha256()
+        for tensor in self._network.state_dict().values():
+            digest.update(np.ascontiguousarray(tensor.detach().cpu().numpy()).tobytes())
+        return digest.hexdigest()
+
+    # ------------------------------------------------------------------------------------------------ checkpoints
+
+    async def save(self, folder: str) -> None:
+        """Write the folder whole or not at all: weights, optimiser, random state, manifest."""
+        with self._event("save"):
+            checkpoint_folder.write_folder(folder, self._fill)
+
+    def _fill(self, folder: Path) -> None:
+        from safetensors.torch import save_file
+
+        save_file({n: t.detach().clone().contiguous() for n, t in self._network.state_dict().items()}, folder / WEIGHTS)
+        state = {**self._optimizer.state(), "shuffle": self._shuffle.get_state()}
+        save_file({n: t.detach().clone().contiguous() for n, t in state.items()}, folder / checkpoint_folder.OPTIMIZER)
+        facts = {"format": 1, "attempts": self._optimizer.attempts, "returns": self._returns}
+        facts["parameters"] = self._flat.values.numel()
+        (folder / checkpoint_folder.TRAINER).write_text(json.dumps(facts, indent=1))
+
+    async def load(self, folder: str) -> None:
+        """Go on from a folder that `save` wrote."""
+        from safetensors.torch import load_file
+
+        checkpoint_folder.verify_folder(folder)
+        facts = json.loads((Path(folder) / checkpoint_folder.TRAINER).read_text())
+        weights = load_file(Path(folder) / WEIGHTS)
+        own = self._network.state_dict()
+        if facts["parameters"] != self._flat.values.numel() or set(weights) != set(own):
+            raise RunDirError(f"{folder} holds another policy than [policy] and [env] ask for")
+        with torch.no_grad():
+            for name, tensor in weights.items():
+                own[name].copy_(tensor)
+        self._flat.load()
+        state = load_file(Path(folder) / checkpoint_folder.OPTIMIZER)
+        self._shuffle.set_state(state.pop("shuffle"))
+        self._returns = tuple(facts["returns"])
+        self._optimizer.restore(state, facts["attempts"])
+
+    async def close(self) -> None:
+        """Nothing is held outside this process."""
+
+    @contextmanager
+    def _event(self, kind: str, version: int | None = None) -> Iterator[None]:
+        start = time.monotonic_ns()
+        try:
+            yield
+        finally:
+            version = self._version if version is None else version
+            ended = time.monotonic_ns()
+            self._context.record(Event(start, self._context.name, kind, "", version, ended - start))
+
+
+@dataclasses.dataclass
+class Updates:
+    """losses: scalars of each minibatch; metrics: of the optimiser."""
+
+    losses: list[dict[str, Tensor]]
+    metrics: Metrics
+
+
+class Rows:
+    """The steps of a batch as flat tensors [T*B, ...], without a copy."""
+
+    def __init__(self, batch: StepBatch) -> None:
+        self.steps, self.count = batch.rewards.shape
+        self.leaves = {name: torch.from_numpy(leaf) for name, leaf in batch.observations.items()}
+        self.observations = {name: leaf[:-1].flatten(0, 1) for name, leaf in self.leaves.items()}
+        self.actions = torch.from_numpy(batch.actions).flatten(0, 1)
+        self.behavior_logprobs = torch.from_numpy(batch.behavior_logprobs).flatten()
+        self.weights = torch.from_numpy(batch.valid).flatten().float()
+        self._resets = torch.from_numpy(batch.resets)
+        self._initial = {n: torch.from_numpy(s) for n, s in (batch.initial_state or {}).items()}
+
+    def fill(self, found: tuple[Array, Credit]) -> None:
+        values, credit = found
+        self.values, self.advantages, self.targets = (
+            torch.from_numpy(np.ascontiguousarray(a, np.float32)).flatten()
+            for a in (values, credit.advantages, credit.targets)
+        )
+
+    def minibatches(self, parts: int, generator: torch.Generator, whole_sequences: bool) -> Sequence[Tensor | slice]:
+        """Indices of rows, or of whole sequences for a network with a memory, in a new order."""
+        if parts == 1 and not whole_sequences:
+            return [slice(None)]
+        size = self.count if whole_sequences else self.steps * self.count
+        return torch.randperm(size, generator=generator).tensor_split(parts)
+
+    def sequences(self, part: Tensor | slice) -> tuple[dict[str, Tensor], Tensor, dict[str, Tensor]]:
+        """Leaves [T, B', ...], resets [T, B'], states [B', ...] of some of the environments."""
+        leaves = {name: leaf[:-1][:, part] for name, leaf in self.leaves.items()}
+        return leaves, self._resets[:, part], {name: state[part] for name, state in self._initial.items()}
+
+    def rows_of(self, part: Tensor | slice) -> Tensor:
+        """[T*B'] rows of whole sequences, time first."""
+        chosen = torch.arange(self.count)[part]
+        return (torch.arange(self.steps)[:, None] * self.count + chosen).flatten()
+
+    def explained_variance(self) -> Metrics:
+        """Of the targets by the values before the update: 1 is perfect, 0 no better than their mean."""
+        kept = self.weights > 0
+        if int(kept.sum()) < 2:
+            return {}
+        targets, values = self.targets[kept], self.values[kept]
+        spread = float(targets.var())
+        return {"value/explained_variance": Stat(1 - float((targets - values).var()) / spread if spread else 0.0)}
+
+
+def normalised(values: Tensor, weights: Tensor) -> Tensor:
+    """[M] to mean 0 and deviation 1 over the rows of weight 1; unchanged with fewer than two or no spread."""
+    count = weights.sum()
+    mean = (values * weights).sum() / count.clamp(min=1.0)
+    variance = ((values - mean).square() * weights).sum() / (count - 1).clamp(min=1.0)
+    return torch.where((count > 1) & (variance > 0), (values - mean) / (variance.sqrt() + 1e-8), values)
