@@ -23,10 +23,9 @@ RANKS = {
     "config": 4,
     **dict.fromkeys(("models", "orchestrator"), 5),
     "estimates": 6,
-    "assemble": 7,
-    "assemble_control": 8,
-    "check": 9,
-    "cli": 10,
+    "assemble_control": 7,
+    **dict.fromkeys(("assemble", "check"), 8),
+    "cli": 9,
 }
 UPWARDS = {("config", "orchestrator.config")}
 """The one exception: the join of all configs reads the orchestrator's too, which imports nothing but the base."""

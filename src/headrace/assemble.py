@@ -36,6 +36,7 @@ from headrace.orchestrator.dispatcher import Dispatcher, EngineSlot
 from headrace.orchestrator.evaluate import Evaluator
 from headrace.orchestrator.learner import GroupKeeper, TokenLearner
 from headrace.orchestrator.narrator import Narrator
+from headrace.orchestrator.parts import Parts
 from headrace.orchestrator.runtimes.worker import calm_garbage_collection
 from headrace.orchestrator.weight_sync import WeightSync
 from headrace.protocols import Resources, Runtime, TaskSource
@@ -60,7 +61,8 @@ def run(
 
 
 class Assembly:
-    """The parts of one run, built in the order in which the data flows and closed in the other."""
+    """The parts of one run, built in the order in which the data flows and closed in the other. What differs between
+    language models and control is what `_parts` returns."""
 
     def __init__(
         self,
@@ -123,7 +125,7 @@ class Assembly:
                 f"all {config.training.steps} steps are done; for more, add training.steps={2 * config.training.steps}"
             )
         source = self._open_source()
-        model = await asyncio.to_thread(self._resolve_model)
+        model = Path() if config.env.id else await asyncio.to_thread(self._resolve_model)
         recorder = RunRecorder(self.run_dir, config.observability, config_to_dict(config))
         stack.callback(recorder.close)
         runtime = self._runtime(recorder.event)
@@ -131,24 +133,24 @@ class Assembly:
         buffer, dispatcher = self._buffer(source, restored, checkpoints), self._dispatcher()
         channel = self._channel()
         stack.callback(channel.close)
-        # Workers spend seconds on imports: all start together, and our own imports run meanwhile.
-        rewarder, learner, spawn_engine, (tokenizer, environment) = await asyncio.gather(
-            self._rewarder(stack, recorder),
-            self._learner(runtime, model, channel, restored),
-            self._engines(runtime, dispatcher, model, channel),
-            self._environment(model),
-        )
-        rollout = self._rollout(dispatcher, environment, rewarder, tokenizer, buffer.incarnation)
+        if config.env.id:
+            from headrace.assemble_control import control_parts
+
+            parts = await control_parts(config, runtime, dispatcher, channel, restored, buffer.incarnation)
+        else:
+            parts = await self._parts(stack, recorder, runtime, dispatcher, channel, model, restored, buffer.incarnation)
+        self.backend = parts.backend
         self.narrator = Narrator(
             self.run_dir,
             recorder,
             self.display,
             checkpoints,
             total_steps=config.training.steps,
-            decode=environment.decode,
-            describe=partial(describe_group, environment),
-            evaluator=self._evaluator(dispatcher, environment, rewarder),
-            reward_metrics=rewarder.metrics if rewarder is not None else dict,
+            decode=parts.decode,
+            describe=parts.describe,
+            names=parts.names,
+            evaluator=parts.evaluator,
+            reward_metrics=parts.reward_metrics,
         )
         if restored is not None:
             self.narrator.tally.restore(restored.flow.get("tally", {}))
@@ -156,17 +158,50 @@ class Assembly:
             self._settings(),
             buffer,
             dispatcher,
-            self._weight_sync(dispatcher, rollout),
-            rollout,
-            learner,
+            self._weight_sync(dispatcher, parts.rollout),
+            parts.rollout,
+            parts.learner,
             self.narrator,
-            spawn_engine=spawn_engine,
+            spawn_engine=parts.spawn_engine,
             step=restored.step if restored else 0,
         )
         self.narrator.attach(controller)
         return controller
 
+    async def _parts(
+        self,
+        stack: AsyncExitStack,
+        recorder: RunRecorder,
+        runtime: Runtime,
+        dispatcher: Dispatcher,
+        channel: Any,
+        model: Path,
+        restored: Restored | None,
+        incarnation: int,
+    ) -> Parts:
+        """Of a language model. Workers spend seconds on imports: all start together, and our own imports run meanwhile."""
+        rewarder, learner, spawn_engine, (tokenizer, environment) = await asyncio.gather(
+            self._rewarder(stack, recorder),
+            self._learner(runtime, model, channel, restored),
+            self._engines(runtime, dispatcher, model, channel),
+            self._environment(model),
+        )
+        return Parts(
+            rollout=self._rollout(dispatcher, environment, rewarder, tokenizer, incarnation),
+            learner=learner,
+            spawn_engine=spawn_engine,
+            backend=self.backend,
+            decode=environment.decode,
+            describe=partial(describe_group, environment),
+            evaluator=self._evaluator(dispatcher, environment, rewarder),
+            reward_metrics=rewarder.metrics if rewarder is not None else dict,
+        )
+
     def _open_source(self) -> TaskSource:
+        if self.config.env.id:
+            from headrace.rollout.sources.trajectories import TrajectorySource
+
+            return TrajectorySource(self.config.env.id)
         if self.only == "train":
             from headrace.exchange.codec import read_groups
             from headrace.rollout.sources.replay import ReplaySource

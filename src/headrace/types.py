@@ -568,6 +568,8 @@ class FlowStatus:
     reward: float | None = None
     samples_per_s: float = 0.0
     tokens_per_s: float = 0.0
+    names: tuple[str, str, str] = ("samples", "tokens", "groups")
+    """What is counted: attempts, their parts, units."""
     running: int = 0
     ready: int = 0
     held: int = 0

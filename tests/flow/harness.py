@@ -130,7 +130,7 @@ class SlowScorer:
 class TimedLearner:
     """Counts what it is given; its time is virtual."""
 
-    updates_weights = True
+    updates_weights, done = True, False
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.rng = plan, random.Random(plan.seed + 2)

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from headrace.errors import DataError
-from headrace.types import Group, Task, Unit
+from headrace.types import Group, Task, Trajectory, Unit
 
 _LENGTH = struct.Struct("<Q")
 _KINDS = "biuf"
@@ -38,6 +38,7 @@ def _decode_array(kind: type, value: Any) -> Any:
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 _groups = msgspec.msgpack.Decoder(Group, dec_hook=_decode_array)
+_trajectories = msgspec.msgpack.Decoder(Trajectory, dec_hook=_decode_array)
 _tasks = msgspec.msgpack.Decoder(Task, dec_hook=_decode_array)
 
 
@@ -51,6 +52,16 @@ def decode_group(data: bytes) -> Group:
         return _groups.decode(data)
     except (msgspec.MsgspecError, ValueError, TypeError, KeyError) as error:
         raise DataError(f"not a scored group: {error}") from None
+
+
+def decode_unit(data: bytes) -> Unit:
+    """A group or a trajectory, told apart by its fields. Raises `DataError` for bytes that are neither."""
+    try:
+        if "observations" in msgspec.msgpack.decode(data, type=dict[str, msgspec.Raw]):
+            return _trajectories.decode(data)
+    except (msgspec.MsgspecError, ValueError, TypeError, KeyError) as error:
+        raise DataError(f"not a unit: {error}") from None
+    return decode_group(data)
 
 
 def decode_task(data: bytes) -> Task:

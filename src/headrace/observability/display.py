@@ -102,8 +102,8 @@ def step_line(status: FlowStatus) -> str:
     parts = [
         f"step {status.step:>{width}}/{status.total_steps}",
         f"reward {reward}",
-        f"{status.samples_per_s:.1f} samples/s",
-        f"{status.tokens_per_s:.0f} tokens/s",
+        f"{status.samples_per_s:.1f} {status.names[0]}/s",
+        f"{status.tokens_per_s:.0f} {status.names[1]}/s",
         f"lag {status.lag_mean:.1f} max {status.lag_max}",
         f"queue {status.ready} ready {status.running} running",
         f"sync {status.sync_s:.2f}s",
@@ -255,8 +255,8 @@ class LiveDisplay:
 
     def _flow(self, status: FlowStatus) -> Table:
         return _facts(
-            ("speed", f"{status.samples_per_s:.1f} samples/s, {status.tokens_per_s:.0f} tokens/s"),
-            ("groups", f"{status.running} running, {status.ready} ready, {status.held} held, room {status.room}"),
+            ("speed", _speed(status)),
+            (status.names[2], f"{status.running} running, {status.ready} ready, {status.held} held, room {status.room}"),
             ("done", f"{status.trained_units} trained; dropped: {dropped_words(status.dropped)}"),
         )
 
@@ -274,7 +274,12 @@ class LiveDisplay:
         text = plain(self._sample, self._console.encoding)
         lines = text.splitlines()[:4]
         body = Text("\n".join(line[: 2 * width] for line in lines), overflow="ellipsis", style="italic")
-        return Group(Text("a completion", style="dim"), body)
+        return Group(Text(f"one of the {self._status.names[2] if self._status else 'units'}", style="dim"), body)
+
+
+def _speed(status: FlowStatus) -> str:
+    attempts, parts, _ = status.names
+    return f"{status.samples_per_s:,.1f} {attempts}/s, {status.tokens_per_s:,.0f} {parts}/s"
 
 
 def _facts(*rows: tuple[str, str]) -> Table:

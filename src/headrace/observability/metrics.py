@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
 
 from headrace.observability.activity import Interval, busy_kinds, merge, part_of, total_ns
-from headrace.types import Event, Group, Metrics, Stat
+from headrace.types import Event, Metrics, Stat, Trajectory, Unit
 
 LAG_BUCKETS = 16
 """Lags from this on share one bucket of the histogram."""
@@ -115,9 +117,32 @@ class DropTally:
         self.lost = Counter(state.get("lost", {}))
 
 
-def unit_lengths(group: Group) -> list[int]:
-    """Sampled tokens of each episode, as `DropTally` wants them."""
-    return [episode.completion_length for episode in group.episodes]
+def unit_lengths(unit: Unit) -> list[int]:
+    """As `DropTally` wants them: sampled tokens of each episode of a group, valid steps of a trajectory."""
+    if isinstance(unit, Trajectory):
+        return [unit.size]
+    return [episode.completion_length for episode in unit.episodes]
+
+
+def unit_samples(unit: Unit) -> int:
+    """Episodes of a group, or that ended in a trajectory."""
+    return len(unit.episode_returns) if isinstance(unit, Trajectory) else len(unit.episodes)
+
+
+def step_lags(trajectories: Sequence[Trajectory], lag: Callable[[int], int]) -> dict[str, float]:
+    """lag/step/mean and max over all valid steps: the weights may change within a trajectory. lag: of a version."""
+    counts: Counter[int] = Counter()
+    for trajectory in trajectories:
+        versions, times = np.unique(trajectory.policy_versions[trajectory.valid], return_counts=True)
+        for version, count in zip(versions.tolist(), times.tolist(), strict=True):
+            counts[lag(version)] += count
+    total = sum(counts.values())
+    if not total:
+        return {}
+    return {
+        "lag/step/mean": sum(lag * count for lag, count in counts.items()) / total,
+        "lag/step/max": float(max(counts)),
+    }
 
 
 # ------------------------------------------------------------------------------------------------------------- work

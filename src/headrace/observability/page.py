@@ -50,7 +50,7 @@ def render_page(report: Report) -> str:
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{escape(report.name)}: headrace report</title><style>{style}</style></head><body>"
         f"{_header(report)}<main>{_verdict(report)}{_tiles(report)}{_learning(report)}{_freshness(report)}"
-        f"{_speed(report)}{_completions(report)}{_drops(report)}{_samples(report)}{_details(report)}</main>"
+        f"{_speed(report)}{_episodes(report) if report.control else _completions(report)}{_drops(report)}{_samples(report)}{_details(report)}</main>"
         f'<div id="tip"></div><script>{script}</script></body></html>'
     )
 
@@ -123,7 +123,8 @@ def _tiles(report: Report) -> str:
         add("held-out, greedy", greedy[-1], "", f"from {number(greedy[0])}" if len(greedy) > 1 else "")
     per_s = report.mean("rate/samples_per_s")
     tokens = report.mean("rate/tokens_per_s")
-    add("samples a second", per_s, "", f"{number(round(tokens))} tokens a second" if tokens is not None else "")
+    attempts, parts, _ = report.names
+    add(f"{attempts} a second", per_s, "", f"{number(round(tokens))} {parts} a second" if tokens is not None else "")
     add("seconds a step", report.mean("time/step_s"), " s")
     lag_max = max((v for v in report.column("lag/max") if math.isfinite(v)), default=None)
     add("lag, mean", report.mean("lag/mean"), "", f"max {number(lag_max)}" if lag_max is not None else "")
@@ -222,25 +223,26 @@ def _speed(report: Report) -> str:
     layers = {name: (STEP_COLOURS[name], values) for name, values in report.step_times().items()}
     steps = report.steps()
     per_s, tokens = report.column("rate/samples_per_s"), report.column("rate/tokens_per_s")
+    attempts, parts, units = report.names
     cards = [
         card("Where each step's seconds go", "The trainer's time from one batch to the next.",
              stack_chart(steps, layers, "seconds")),
         card("Where each part's time went", "Share of the flow's time in which a part worked; the empty rest it was idle.",
              share_bars(_share_rows(report))),
-        card("Samples a second", "Completions that reached training.",
+        card(f"{attempts.capitalize()} a second", "That reached training.",
              line_chart([Series(name="each step", xs=steps, ys=per_s, colour="var(--blue)", style="faint"),
                          Series(name="smoothed", xs=steps, ys=smooth(per_s), colour="var(--blue)")],
-                        "samples/s", y_range=(0, None))),
-        card("Tokens a second", "Sampled by all engines together.",
+                        f"{attempts}/s", y_range=(0, None))),
+        card(f"{parts.capitalize()} a second", "By all engines together.",
              line_chart([Series(name="each step", xs=steps, ys=tokens, colour="var(--teal)", style="faint"),
                          Series(name="smoothed", xs=steps, ys=smooth(tokens), colour="var(--teal)")],
-                        "tokens/s", y_range=(0, None))),
+                        f"{parts}/s", y_range=(0, None))),
         card("Weight sync", "Seconds from publish to live, and the longest stand-still of an engine.",
              _lines(report, "seconds", ("whole sync", "sync/seconds", "var(--green)"),
                     ("stand-still", "sync/standstill_s", "var(--red)"),
                     ("to the first token of the new version", "sync/to_first_token_s", "var(--violet)"), log=True)),
-        card("Queue", "Groups being generated and scored, ready for the trainer, and held altogether.",
-             _lines(report, "groups", ("running", "queue/running", "var(--blue)"), ("ready", "queue/ready", "var(--green)"),
+        card("Queue", f"{units.capitalize()} being made, ready for the trainer, and held altogether.",
+             _lines(report, units, ("running", "queue/running", "var(--blue)"), ("ready", "queue/ready", "var(--green)"),
                     ("held", "queue/held", "var(--soft)"))),
         card("Who worked when", "Each part's work and waits; a vertical line marks new weights going live.",
              strip(report.events), wide=True),
@@ -276,6 +278,18 @@ def _completions(report: Report) -> str:
              stack_chart(steps, finish, "share")),
     ]  # fmt: skip
     return chapter("What does it write?", *cards)
+
+
+def _episodes(report: Report) -> str:
+    cards = [
+        card("Episode length", "Steps of the episodes that ended in each batch.",
+             _lines(report, "steps", ("mean", "episode/length", "var(--blue)"))),
+        card("Value function", "How much of the targets' variance it explains; 1 is all, below 0 it misleads.",
+             line_chart([Series(name="explained variance", xs=report.steps(),
+                                ys=report.column("value/explained_variance"), colour="var(--green)")],
+                        "share", y_range=(None, 1))),
+    ]  # fmt: skip
+    return chapter("How do the episodes go?", *cards)
 
 
 def _drops(report: Report) -> str:

@@ -71,6 +71,17 @@ class Report:
 
     # ----------------------------------------------------------------------------------------------- reading it
 
+    @property
+    def control(self) -> bool:
+        """Whether a policy acted in environments, rather than a language model in tasks."""
+        env = self.config.get("env")
+        return isinstance(env, dict) and bool(env.get("id"))
+
+    @property
+    def names(self) -> tuple[str, str, str]:
+        """Attempts, their parts, units."""
+        return ("episodes", "steps", "trajectories") if self.control else ("samples", "tokens", "groups")
+
     def steps(self) -> list[float]:
         return [row["step"] for row in self.rows]
 
@@ -288,10 +299,15 @@ def facts(report: Report, width: int = 40) -> list[tuple[str, str]]:
         scores = [(int(row["step"]), row[key]) for row in report.evaluation if key in row]
         if scores:
             found.append((name, " → ".join(f"{number(value)} (step {step})" for step, value in _ends(scores))))
-    speed = [(report.mean("rate/samples_per_s"), " samples/s"), (report.mean("rate/tokens_per_s"), " tokens/s")]
+    attempts, parts, _ = report.names
+    speed = [(report.mean("rate/samples_per_s"), f" {attempts}/s"), (report.mean("rate/tokens_per_s"), f" {parts}/s")]
     found.append(("speed", ", ".join(_words(v, unit) for v, unit in speed if v is not None)))
     lag, lag_max = report.mean("lag/mean"), max((v for v in report.column("lag/max") if math.isfinite(v)), default=None)
     found.append(("lag", f"mean {_words(lag)}, max {_words(lag_max)}" if lag is not None else ""))
+    length, steps = report.mean("episode/length", last=5), report.mean("lag/step/mean")
+    found.append(("episode length", f"{_words(length)} steps in the last five batches" if length is not None else ""))
+    peak = max((v for v in report.column("lag/step/max") if math.isfinite(v)), default=None)
+    found.append(("lag of a step", f"mean {_words(steps)}, max {_words(peak)}" if steps is not None else ""))
     gap = report.mean("mismatch/logprob_diff_mean", last=5)
     peak = report.last("mismatch/logprob_diff_max")
     found.append(("log-prob difference", f"mean {_words(gap)}, max {_words(peak)} (last)" if gap is not None else ""))

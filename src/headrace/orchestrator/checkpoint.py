@@ -25,11 +25,11 @@ from typing import Any
 
 from headrace.errors import RunDirError, RunError
 from headrace.exchange.buffer import LeaseBuffer
-from headrace.exchange.codec import decode_group, decode_task, encode
+from headrace.exchange.codec import decode_unit, decode_task, encode
 from headrace.exchange.staleness import VersionLine
 from headrace.protocols import Lease
 from headrace.training.checkpoint_folder import verify_folder
-from headrace.types import Group
+from headrace.types import Unit
 
 MANIFEST = "manifest.json"
 PREFIX = "step_"
@@ -67,7 +67,7 @@ class Checkpoints:
             ) from None
 
     async def save(
-        self, step: int, flow: dict[str, Any], units: list[Group], save_model: Callable[[Path], Awaitable[None]]
+        self, step: int, flow: dict[str, Any], units: list[Unit], save_model: Callable[[Path], Awaitable[None]]
     ) -> Path:
         """Write a checkpoint; on any failure (a full disk, say) the earlier ones stay as they are."""
         final = self.folder / f"{PREFIX}{step:06d}"
@@ -151,7 +151,7 @@ class Checkpoints:
 # -------------------------------------------------------------------------------------------------- the flow's state
 
 
-def capture(buffer: LeaseBuffer, step: int) -> tuple[dict[str, Any], list[Group]]:
+def capture(buffer: LeaseBuffer, step: int) -> tuple[dict[str, Any], list[Unit]]:
     """What to write of the flow, and the ready units in the order of `flow["ready"]`."""
     running = [lease for lease in buffer.ledger.in_flight.values() if lease.state == "admitted"]
     ready = list(buffer.ready.values())
@@ -169,7 +169,7 @@ def capture(buffer: LeaseBuffer, step: int) -> tuple[dict[str, Any], list[Group]
         # What a recycled task had sampled stays behind: those tokens belong to weights that no engine runs any more.
         "pool": [encode(task).hex() for task, _ in buffer.pool],
     }
-    return flow, [buffer.store.read(lease.lease_id) for lease in ready]  # type: ignore[misc]
+    return flow, [buffer.store.read(lease.lease_id) for lease in ready]
 
 
 def restore(restored: Restored, buffer: LeaseBuffer, versions: VersionLine, highest_version: int) -> None:
@@ -185,7 +185,7 @@ def restore(restored: Restored, buffer: LeaseBuffer, versions: VersionLine, high
     buffer.pool.extend((decode_task(bytes.fromhex(task)), None) for task in flow["pool"])
     buffer.restored.extend((int(entry["index"]), _task(entry), None) for entry in sorted(flow["running"], key=_index))
     for number, entry in enumerate(flow["ready"]):
-        unit = decode_group((restored.folder / "units" / f"{number}.unit").read_bytes())
+        unit = decode_unit((restored.folder / "units" / f"{number}.unit").read_bytes())
         lease = Lease(lease_id=f"{buffer.incarnation}-{entry['index']}", index=int(entry["index"]), task=_task(entry))
         buffer.ledger.admit(lease)
         buffer.put(lease, unit)

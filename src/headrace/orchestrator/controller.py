@@ -266,7 +266,7 @@ class Controller:
 
     async def _train(self) -> None:
         loop = asyncio.get_running_loop()
-        while self.step < self.settings.steps and not self._stop.is_set():
+        while self.step < self.settings.steps and not self._stop.is_set() and not self.learner.done:
             started = loop.time()
             batch = await self._take_batch()
             if not batch:
@@ -306,7 +306,7 @@ class Controller:
 
     def _wanted(self) -> int:
         """Units that the steps to come will take."""
-        return max(0, self.settings.steps - self.step) * self.settings.batch
+        return 0 if self.learner.done else max(0, self.settings.steps - self.step) * self.settings.batch
 
     async def _after_update(self) -> float:
         """Number the new weights and send them off; the seconds spent waiting for the sync before."""
@@ -321,7 +321,7 @@ class Controller:
 
     async def _at_intervals(self) -> None:
         every, evaluate = self.settings.checkpoint_every, self.settings.evaluate_every
-        last = self.step == self.settings.steps or self._stop.is_set()
+        last = self.step == self.settings.steps or self._stop.is_set() or self.learner.done
         if every and self.step % every == 0 and not last:
             await self._published()
             await self.observer.checkpoint(self)

@@ -1,4 +1,4 @@
-"""A batch of scored groups into changed weights, by the calls of a training backend.
+"""A batch of scored groups, or of trajectories, into changed weights, by the calls of a training backend.
 
 Order: group advantages over whole groups, micro-batches, annotation before the first update, then per minibatch the
 sum of its micro-batches' gradients and one optimiser step. A trainer that streams sums up gradients as groups come.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,8 @@ from headrace.training.advantages import group_advantages
 from headrace.training.batching import annotations_needed, denominator, filter_zero_variance, make_batches
 from headrace.training.config import TrainingConfig
 from headrace.training.metrics import batch_metrics
-from headrace.types import Group, Metrics, Stat, TokenBatch, WeightTicket, merge_metrics
+from headrace.training.steps import episode_metrics, step_batch
+from headrace.types import Group, Metrics, Stat, TokenBatch, Trajectory, WeightTicket, merge_metrics
 
 KEEPER_FILE = "written.json"
 
@@ -29,6 +31,8 @@ class Learner(Protocol):
     """What the controller trains with. `updates_weights` False: there is never anything to publish after the start."""
 
     updates_weights: bool
+    done: bool
+    """Nothing is left to learn: the run ends after this step."""
 
     def unwanted(self, units: Sequence[Any]) -> list[bool]:
         """Which of the units are not worth training on."""
@@ -48,7 +52,7 @@ class Learner(Protocol):
 class TokenLearner:
     """Trains a language policy on scored groups. lag: version -> trained batches since then."""
 
-    updates_weights = True
+    updates_weights, done = True, False
 
     def __init__(
         self, backend: Any, config: TrainingConfig, *, max_length: int, lag: Callable[[int], int] = lambda version: 0
@@ -115,13 +119,50 @@ class TokenLearner:
         await self.backend.save(str(folder))
 
 
+class ControlLearner:
+    """Trains a control policy on trajectories, all in one call to its trainer.
+
+    target: the mean return of the last `WINDOW` episodes at which nothing is left to learn; None: there is no such
+    """
+
+    WINDOW = 100
+    updates_weights = True
+
+    def __init__(self, backend: Any, gamma: float, target: float | None) -> None:
+        self.backend, self.gamma, self.target = backend, gamma, target
+        self.done = False
+        self.returns: deque[float] = deque(maxlen=self.WINDOW)
+
+    def unwanted(self, units: Sequence[Trajectory]) -> list[bool]:
+        return [False] * len(units)
+
+    async def begin(self, units: Sequence[Trajectory]) -> None:
+        """Nothing: `training.stream_groups` is for language models."""
+
+    async def train(self, units: Sequence[Trajectory]) -> Metrics:
+        metrics = episode_metrics(units)
+        for unit in units:
+            self.returns.extend(unit.episode_returns.tolist()[-self.WINDOW :])
+        if self.returns:
+            metrics["reward/mean"] = Stat(float(np.mean(self.returns)))
+        reached = self.target is not None and len(self.returns) == self.WINDOW
+        self.done = reached and metrics["reward/mean"].mean >= self.target  # type: ignore[operator]
+        return metrics | await self.backend.update(step_batch(units, self.gamma))
+
+    async def publish(self, version: int) -> WeightTicket:
+        return await self.backend.publish(version)
+
+    async def save(self, folder: Path) -> None:
+        await self.backend.save(str(folder))
+
+
 class GroupKeeper:
     """Writes groups to a file in place of training on them (`--only rollout`).
 
     checkpoint: the model folder of a checkpoint to go on from; what was written after it will be written again
     """
 
-    updates_weights = False
+    updates_weights, done = False, False
 
     def __init__(self, publisher: Any, path: Path, checkpoint: Path | None = None) -> None:
         if checkpoint is not None:

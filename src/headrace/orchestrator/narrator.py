@@ -12,12 +12,19 @@ from typing import Any
 
 from headrace.errors import PartFailed
 from headrace.observability.display import Display
-from headrace.observability.metrics import DropTally, WorkTally, lag_metrics, unit_lengths
+from headrace.observability.metrics import (
+    DropTally,
+    WorkTally,
+    lag_metrics,
+    step_lags,
+    unit_lengths,
+    unit_samples,
+)
 from headrace.observability.recorder import RunRecorder
 from headrace.orchestrator.checkpoint import Checkpoints, capture
 from headrace.orchestrator.controller import Controller, StepReport, first_line
 from headrace.protocols import Lease
-from headrace.types import Event, FlowStatus, Group, Stat, Unit
+from headrace.types import Event, FlowStatus, Stat, Trajectory, Unit
 
 STATUS_S = 0.25
 STATS_S = 1.0
@@ -25,7 +32,7 @@ FLAT_STEPS = 5
 
 
 class Narrator:
-    """The `FlowObserver` of real runs. `describe(group) -> str` shows one of a group's completions in a line."""
+    """The `FlowObserver` of real runs. `describe(unit) -> str` shows one of a batch's units in a line."""
 
     def __init__(
         self,
@@ -35,13 +42,14 @@ class Narrator:
         checkpoints: Checkpoints,
         *,
         total_steps: int,
-        decode: Callable[[Any], str],
-        describe: Callable[[Group], str],
+        decode: Callable[[Any], str] | None,
+        describe: Callable[[Any], str],
+        names: tuple[str, str, str] = ("samples", "tokens", "groups"),
         evaluator: Callable[[], Awaitable[dict[str, float]]] | None = None,
         reward_metrics: Callable[[], dict[str, Stat]] = dict,
     ) -> None:
         self.run_folder, self.recorder, self.display, self.checkpoints = run_folder, recorder, display, checkpoints
-        self.total_steps, self.decode, self.describe = total_steps, decode, describe
+        self.total_steps, self.decode, self.describe, self.names = total_steps, decode, describe, names
         self.evaluator, self.reward_metrics = evaluator, reward_metrics
         self.tally = DropTally()
         self.work = WorkTally()
@@ -76,7 +84,7 @@ class Narrator:
         self._append("messages.txt", f"{time.strftime('%H:%M:%S')} {text}")
 
     def dropped(self, lease: Lease, reason: str, unit: Unit | None) -> None:
-        self.tally.dropped(reason, unit_lengths(unit) if isinstance(unit, Group) else ())
+        self.tally.dropped(reason, unit_lengths(unit) if unit is not None else ())
 
     def version_written(self, version: int) -> None:
         self.checkpoints.write_version(version)
@@ -84,13 +92,14 @@ class Narrator:
     def step(self, report: StepReport) -> None:
         for unit in report.units:
             self.tally.trained(unit_lengths(unit))
-        self.samples += sum(len(unit.episodes) for unit in report.units)
+        self.samples += sum(unit_samples(unit) for unit in report.units)
         self.tokens += sum(sum(unit_lengths(unit)) for unit in report.units)
         self._recent = [*self._recent[-20:], (time.monotonic(), self.samples, self.tokens)]
         self.last = report
         self.sample = self.describe(report.units[0]) if report.units else ""
         self.recorder.step(report.step, self._row(report))
-        self.recorder.samples(report.step, report.units, self.decode)
+        if self.decode is not None:
+            self.recorder.samples(report.step, report.units, self.decode)
         self._watch_for_flat_rewards(report)
         self.display.update(self.status())
 
@@ -141,6 +150,7 @@ class Narrator:
         row: dict[str, Any] = {
             **report.metrics,
             **lag_metrics(report.lags),
+            **step_lags([u for u in report.units if isinstance(u, Trajectory)], self._lag_at_take),
             **self.tally.row(),
             **self.reward_metrics(),
             **self._engine_metrics(),
@@ -169,6 +179,10 @@ class Narrator:
         if self._to_first_token_s is not None:
             row["sync/to_first_token_s"] = self._to_first_token_s
         return row
+
+    def _lag_at_take(self, version: int) -> int:
+        """Lags of a step's report are those before its own version was counted."""
+        return max(0, self.controller.versions.lag(version) - self.controller.learner.updates_weights)
 
     def _engine_metrics(self) -> dict[str, float]:
         """Of the engines that live, as they last said: occupancy at that moment, the rest since each was started."""
@@ -244,6 +258,7 @@ class Narrator:
             reward=reward.mean if reward is not None else None,
             samples_per_s=rates[0],
             tokens_per_s=rates[1],
+            names=self.names,
             running=controller.ledger.count("admitted"),
             ready=len(controller.buffer.ready),
             held=len(controller.ledger.in_flight),

@@ -1,0 +1,74 @@
+"""A config with an [env] into the parts of its run: actors in place of engines, trajectories in place of groups.
+
+Buffer, ledger, dispatcher, weight sync, channels, controller and narrator are those of every run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from headrace.config import RunConfig
+from headrace.orchestrator.checkpoint import Restored
+from headrace.orchestrator.dispatcher import Dispatcher, EngineSlot
+from headrace.orchestrator.learner import ControlLearner
+from headrace.orchestrator.parts import Parts
+from headrace.protocols import Resources, Runtime
+from headrace.rollout.control_rollout import ControlRollout, build_actor
+from headrace.training.backends.control_device import build_control_device
+from headrace.types import Trajectory
+
+
+async def control_parts(
+    config: RunConfig,
+    runtime: Runtime,
+    dispatcher: Dispatcher,
+    channel: Any,
+    restored: Restored | None,
+    incarnation: int,
+) -> Parts:
+    """Actors say what their environments show and take; the trainer builds its network from that."""
+    # Environments of a restored run begin new episodes: with the old seeds they would repeat those of the start.
+    arguments = (config.env, config.policy, channel, config.seed + 7919 * incarnation)
+
+    async def spawn(name: str) -> EngineSlot:
+        resources = Resources(threads=config.rollout.engine.threads)
+        return EngineSlot(name, await runtime.spawn(name, build_actor, *arguments, resources=resources))
+
+    names = [f"engine-{n}" for n in range(config.rollout.engine.count)]
+    backend, *slots = await asyncio.gather(_trainer(config, runtime, channel), *(spawn(name) for name in names))
+    await backend.begin(await slots[0].proxy.describe())
+    if restored is not None:
+        await backend.load(str(restored.model_folder))
+    for slot in slots:
+        dispatcher.join(slot)
+    return Parts(
+        rollout=ControlRollout(dispatcher, retries=config.group.retries, incarnation=incarnation),
+        learner=ControlLearner(backend, config.algorithm.gamma, config.env.target_return),
+        spawn_engine=spawn,
+        backend=backend,
+        describe=describe_trajectory,
+        names=("episodes", "steps", "trajectories"),
+    )
+
+
+async def _trainer(config: RunConfig, runtime: Runtime, channel: Any) -> Any:
+    return await runtime.spawn(
+        "trainer",
+        build_control_device,
+        config.training,
+        config.algorithm,
+        config.policy,
+        channel,
+        config.seed,
+        resources=Resources(threads=config.training.threads),
+    )
+
+
+def describe_trajectory(trajectory: Trajectory) -> str:
+    """The episodes that ended in a trajectory, in a line."""
+    returns, lengths = trajectory.episode_returns, trajectory.episode_lengths
+    if not len(returns):
+        return f"{trajectory.size} steps, in which no episode ended"
+    last = f"the last returned {returns[-1]:g} after {lengths[-1]} steps"
+    return f"{trajectory.size} steps, in which {len(returns)} episodes ended; {last}"

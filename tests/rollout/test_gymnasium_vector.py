@@ -1,0 +1,131 @@
+"""Environments side by side: every autoreset mode and vectoriser gives the same transitions, episodes and seeds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from headrace.errors import ConfigError, PartFailed
+from headrace.policies.config import PolicyConfig
+from headrace.rollout.config import EnvConfig
+from headrace.rollout.environments.gymnasium_vector import VectorEnvironment
+from rollout.control_helpers import ENVS, actor, collect, counter_transitions, transitions
+
+MODES = [("sync", "next_step"), ("sync", "same_step"), ("sync", "disabled"), ("async", "next_step"), ("async", "same_step")]
+
+
+@pytest.mark.parametrize(("mode", "autoreset"), MODES)
+async def test_every_mode_gives_the_same_transitions(mode, autoreset):
+    """The first ones come in one trajectory, later ones across the border of two: neither runs across a reset."""
+    made = actor("counter", mode=mode, autoreset=autoreset, steps=7)
+    units = await collect(made, 3)
+    await made.close()
+    for n in range(2):
+        found = transitions(units, n)
+        assert len(found) == (21 if autoreset != "next_step" else 16)  # five of 21 rows are resets
+        assert found == counter_transitions(3, len(found))
+
+
+@pytest.mark.parametrize(("mode", "autoreset"), MODES)
+async def test_episodes_are_counted_right(mode, autoreset):
+    made = actor("counter", mode=mode, autoreset=autoreset, steps=5)
+    units = await collect(made, 4)
+    await made.close()
+    returns = np.concatenate([unit.episode_returns for unit in units])
+    lengths = np.concatenate([unit.episode_lengths for unit in units])
+    ends = sum(int(unit.terminated.sum() + unit.truncated.sum()) for unit in units)
+    assert len(returns) == ends >= 8 and (returns == 1).all() and (lengths == 3).all()
+
+
+async def test_a_reward_clip_changes_what_is_trained_on_and_not_the_return():
+    units = await collect(actor("counter", reward_clip=0.25), 1)
+    assert units[0].rewards.max() == 0.25 and (units[0].episode_returns == 1).all()
+
+
+async def test_frame_skip_adds_rewards_up_and_frame_stack_shows_the_last():
+    (unit,) = await collect(actor("counter", frame_skip=2, frame_stack=2, options={"length": 4}), 1)
+    assert unit.observations["obs"].shape == (9, 2, 2, 2)
+    assert (unit.episode_lengths == 2).all() and (unit.episode_returns == 1).all()
+    np.testing.assert_array_equal(unit.observations["obs"][1, 0, :, 1], [0, 2])
+
+
+async def test_a_time_limit_of_the_config_truncates():
+    (unit,) = await collect(actor("counter", options={"length": 100}, max_episode_steps=4), 1)
+    assert unit.truncated.sum() == 4 and not unit.terminated.any()
+    np.testing.assert_array_equal(unit.final_observations["obs"][:, 1], 4)
+
+
+async def test_the_vector_class_of_cartpole_gives_what_single_ones_give():
+    """Flags, lengths and returns hang together the same way; reset rows are not valid."""
+    for mode in ("auto", "sync"):
+        units = await collect(actor("CartPole-v1", mode=mode, count=16, steps=64), 2)
+        lengths = np.concatenate([unit.episode_lengths for unit in units])
+        assert lengths.min() >= 8
+        np.testing.assert_array_equal(lengths, np.concatenate([unit.episode_returns for unit in units]))
+        resets = sum(int((~unit.valid).sum()) for unit in units)
+        assert (resets > 0) == (mode == "auto")
+
+
+def test_disabled_refuses_an_environment_that_resets_all_at_once():
+    made = VectorEnvironment(EnvConfig(id=f"{ENVS}make_rows", count=2, options={"mode": "disabled"}))
+    made.reset()
+    made.environments.step = lambda actions: (
+        np.ones((2, 1), np.float32), np.ones(2), np.array([True, False]), np.zeros(2, bool), {}
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="resets all environments at once"):
+        made.step(np.zeros(2, np.int64))
+
+
+@pytest.mark.parametrize("kind", ["multi", "start", "box"])
+@pytest.mark.parametrize("squash", [False, True])
+async def test_every_kind_of_space(kind, squash):
+    """Nested observations arrive whole under their names; each action is one that the environment accepts."""
+    policy = PolicyConfig(squash=squash and kind == "box", recurrent="gru" if squash else "none")
+    made = actor("everything", options={"action": kind}, policy=policy, steps=12)
+    (unit,) = await collect(made)
+    shapes = {name: (leaf.shape, leaf.dtype.name) for name, leaf in unit.observations.items()}
+    assert shapes == {
+        "bits": ((13, 2, 5), "int8"),
+        "image": ((13, 2, 12, 12, 3), "uint8"),
+        "many": ((13, 2, 2), "int64"),
+        "pair/0": ((13, 2), "int64"),
+        "pair/1": ((13, 2, 2, 2), "float32"),
+    }
+    assert np.isfinite(unit.behavior_logprobs).all() and len(unit.ended)
+    assert set(unit.final_observations) == set(shapes)
+    assert (unit.initial_state is None) == (not squash)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (EnvConfig(id="CartPole-v77"), "CartPole-v77"),
+        (EnvConfig(id="CartPole-v1", autoreset="disabled"), "has its own way"),
+        (EnvConfig(id="rollout.control_envs:nobody"), "has no 'nobody'"),
+    ],
+)
+def test_what_cannot_be_made_is_said_in_one_line(config, words):
+    with pytest.raises(ConfigError, match=words) as raised:
+        VectorEnvironment(config)
+    assert "\n" not in str(raised.value)
+
+
+async def test_a_wrong_shape_is_refused_and_the_next_trajectory_starts_anew():
+    made = actor("rows", options={"shape": "wrong"}, steps=4)
+    with pytest.raises(PartFailed, match=r"shape \(2,\), expected \(2, 1\)"):
+        await collect(made)
+    made.env = EnvConfig(id=f"{ENVS}make_rows", count=2, steps=4)
+    (unit,) = await collect(made)
+    assert unit.size > 0
+
+
+@pytest.mark.parametrize(
+    ("how", "words"), [("raises", "the wheel is stuck"), ("nan", "observation 'obs' that is not finite"), ("reward", "reward that is not finite")]
+)  # fmt: skip
+async def test_an_environment_that_misbehaves_fails_its_trajectory_alone(how, words):
+    made = actor("misbehaving", options={"how": how, "after": 12})
+    await collect(made)
+    with pytest.raises(PartFailed, match=words):
+        await collect(made)
+    (unit,) = await collect(made)
+    assert unit.observations["obs"][0, :, 1].tolist() == [0, 0] and made.makes == 2
