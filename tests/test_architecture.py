@@ -30,7 +30,19 @@ RANKS = {
 UPWARDS = {("config", "orchestrator.config")}
 """The one exception: the join of all configs reads the orchestrator's too, which imports nothing but the base."""
 
-HEAVY = ("torch", "gymnasium", "transformers", "ray", "vllm", "redis", "plotly", "tensorboard", "wandb", "trackio", "datasets")
+HEAVY = (
+    "torch",
+    "gymnasium",
+    "transformers",
+    "ray",
+    "vllm",
+    "redis",
+    "plotly",
+    "tensorboard",
+    "wandb",
+    "trackio",
+    "datasets",
+)
 LIGHT_MODULES = [
     "errors",
     "types",

@@ -138,7 +138,9 @@ class Assembly:
 
             parts = await control_parts(config, runtime, dispatcher, channel, restored, buffer.incarnation)
         else:
-            parts = await self._parts(stack, recorder, runtime, dispatcher, channel, model, restored, buffer.incarnation)
+            parts = await self._parts(
+                stack, recorder, runtime, dispatcher, channel, model, restored, buffer.incarnation
+            )
         self.backend = parts.backend
         self.narrator = Narrator(
             self.run_dir,

@@ -125,7 +125,15 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 def _anchor_paths(tables: dict[str, Any], folder: Path) -> None:
     """Make relative paths absolute: model folders, `jsonl:` and `hf:` sources, and `file.py:name` objects."""
-    for path in ("model.path", "env.id", "policy.network", "tasks.source", "evaluation.source", "rollout.function", "reward.functions"):
+    for path in (
+        "model.path",
+        "env.id",
+        "policy.network",
+        "tasks.source",
+        "evaluation.source",
+        "rollout.function",
+        "reward.functions",
+    ):
         *parents, key = path.split(".")
         table: Any = tables
         for parent in parents:
@@ -398,7 +406,9 @@ def _check_control(config: RunConfig, only: Only | None) -> None:
     """What control RL cannot do, or not without something else."""
     env, policy, weights = config.env, config.policy, config.weights
     if only is not None:
-        raise ConfigError("env.id", f'found "{env.id}" with --only {only}, which is for groups of answers; leave it out')
+        raise ConfigError(
+            "env.id", f'found "{env.id}" with --only {only}, which is for groups of answers; leave it out'
+        )
     if weights.interruption == "abort":
         raise ConfigError(
             "weights.interruption", 'found "abort" with env.id: half a trajectory is none; use never, drain or barrier'

@@ -61,5 +61,3 @@ def _import_file(file: Path, path: str) -> Any:
         del sys.modules[name]
         raise ConfigError(path, f"importing {file} failed: {type(error).__name__}: {error}") from error
     return module
-
-

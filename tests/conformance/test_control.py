@@ -57,7 +57,9 @@ async def test_c5_a_reward_at_the_last_step_reaches_the_learner():
     for autoreset in ("next_step", "same_step", "disabled"):
         (unit,) = await collect(actor("counter", autoreset=autoreset, steps=3))
         batch = step_batch([unit], 0.9)
-        assert batch.rewards[:, 0].tolist() == [0, 0, 1] and batch.discounts[:, 0].tolist() == pytest.approx([0.9, 0.9, 0])
+        assert batch.rewards[:, 0].tolist() == [0, 0, 1] and batch.discounts[:, 0].tolist() == pytest.approx(
+            [0.9, 0.9, 0]
+        )
         credit = gae(batch.rewards, np.zeros((3, 2)), np.zeros(2), batch.discounts, 1.0)
         assert credit.targets[:, 0].tolist() == pytest.approx([0.81, 0.9, 1.0])
 

@@ -75,7 +75,9 @@ class Rows(VectorEnv):
         self.num_envs, self.shape = num_envs, shape
         self.single_observation_space = spaces.Box(-np.inf, np.inf, (1,), np.float32)
         self.single_action_space = spaces.Discrete(2)
-        self.metadata = {"autoreset_mode": {"next_step": AutoresetMode.NEXT_STEP, "disabled": AutoresetMode.DISABLED}[mode]}
+        self.metadata = {
+            "autoreset_mode": {"next_step": AutoresetMode.NEXT_STEP, "disabled": AutoresetMode.DISABLED}[mode]
+        }
         self.t = 0
 
     def reset(self, *, seed=None, options=None):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from headrace.policies.config import PolicyConfig
 from headrace.protocols import Resources, TrajectoryRequest, WorkerContext
 from headrace.rollout.config import EnvConfig
@@ -12,7 +11,9 @@ from headrace.types import RequestKey, Trajectory
 ENVS = "rollout.control_envs:"
 
 
-def actor(name: str, *, policy: PolicyConfig = PolicyConfig(), seed: int = 0, index: int = 0, events=None, **env) -> Actor:
+def actor(
+    name: str, *, policy: PolicyConfig = PolicyConfig(), seed: int = 0, index: int = 0, events=None, **env
+) -> Actor:
     """An actor on `control_envs.make_NAME`, or on the Gymnasium id `name`."""
     place = name if "-v" in name else f"{ENVS}make_{name}"
     record = (lambda event: None) if events is None else events.append
@@ -21,9 +22,7 @@ def actor(name: str, *, policy: PolicyConfig = PolicyConfig(), seed: int = 0, in
 
 
 async def collect(made: Actor, count: int = 1) -> list[Trajectory]:
-    return [
-        await made.generate(TrajectoryRequest(key=RequestKey(lease_id=f"0-{number}"))) for number in range(count)
-    ]
+    return [await made.generate(TrajectoryRequest(key=RequestKey(lease_id=f"0-{number}"))) for number in range(count)]
 
 
 def transitions(trajectories: list[Trajectory], n: int) -> list[tuple]:
@@ -53,5 +52,3 @@ def counter_transitions(length: int, count: int) -> list[tuple]:
              last and episode % 2 == 0, last and episode % 2 == 1)
         )  # fmt: skip
     return found
-
-

@@ -11,7 +11,13 @@ from headrace.rollout.config import EnvConfig
 from headrace.rollout.environments.gymnasium_vector import VectorEnvironment
 from rollout.control_helpers import ENVS, actor, collect, counter_transitions, transitions
 
-MODES = [("sync", "next_step"), ("sync", "same_step"), ("sync", "disabled"), ("async", "next_step"), ("async", "same_step")]
+MODES = [
+    ("sync", "next_step"),
+    ("sync", "same_step"),
+    ("sync", "disabled"),
+    ("async", "next_step"),
+    ("async", "same_step"),
+]
 
 
 @pytest.mark.parametrize(("mode", "autoreset"), MODES)

@@ -256,7 +256,10 @@ class LiveDisplay:
     def _flow(self, status: FlowStatus) -> Table:
         return _facts(
             ("speed", _speed(status)),
-            (status.names[2], f"{status.running} running, {status.ready} ready, {status.held} held, room {status.room}"),
+            (
+                status.names[2],
+                f"{status.running} running, {status.ready} ready, {status.held} held, room {status.room}",
+            ),
             ("done", f"{status.trained_units} trained; dropped: {dropped_words(status.dropped)}"),
         )
 

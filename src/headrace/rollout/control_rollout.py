@@ -229,9 +229,7 @@ class Actor:
     async def _timed(self, kind: str, ticket: WeightTicket, call: Any) -> None:
         began = time.monotonic_ns()
         await call
-        self.context.record(
-            Event(began, self.context.name, kind, "", ticket.version, time.monotonic_ns() - began)
-        )
+        self.context.record(Event(began, self.context.name, kind, "", ticket.version, time.monotonic_ns() - began))
 
     def _record(self, began_ns: int) -> None:
         """The work on one trajectory; those that follow one another closely become one event of `GENERATE_EVENT_S`."""
@@ -346,5 +344,3 @@ class ControlRollout:
                 self.retries += 1
                 problem = str(error).partition("\n")[0]
         raise RolloutDropped("retries", problem)
-
-

@@ -124,7 +124,8 @@ class VectorEnvironment:
         observations = self._checked(leaves_of(fresh))
         if any(not np.array_equal(observations[name][~done], leaf) for name, leaf in going_on.items()):
             raise ConfigError(
-                "env.autoreset", f'found "disabled", but {self.config.id} resets all environments at once; use next_step'
+                "env.autoreset",
+                f'found "disabled", but {self.config.id} resets all environments at once; use next_step',
             )
         return Step(observations, rewards, terminated, truncated, valid, ended, final)
 

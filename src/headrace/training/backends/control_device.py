@@ -87,7 +87,10 @@ class ControlDevice:
             self._follow(rows)
         stats = torch.stack([torch.stack([v.detach().float() for v in part.values()]) for part in found.losses])
         names = list(found.losses[0])
-        metrics = {name: Stat(sum(column), len(column), max(column)) for name, column in zip(names, stats.T.tolist(), strict=True)}
+        metrics = {
+            name: Stat(sum(column), len(column), max(column))
+            for name, column in zip(names, stats.T.tolist(), strict=True)
+        }
         return metrics | found.metrics | rows.explained_variance()
 
     def _update_once(self, batch: StepBatch, rows: Rows) -> Updates:
