@@ -548,7 +548,8 @@ class Assembly:
 def sampling_params(config: RunConfig) -> SamplingParams:
     """[rollout.sampling] as engines read it."""
     sampling = config.rollout.sampling
-    return SamplingParams(**{name: getattr(sampling, name) for name in sampling.__struct_fields__})
+    given = {name: getattr(sampling, name) for name in sampling.__struct_fields__}
+    return SamplingParams(**{**given, "logit_bias": tuple((int(i), b) for i, b in sampling.logit_bias.items())})
 
 
 def end_token_ids(model: Path) -> tuple[int, ...]:

@@ -329,6 +329,14 @@ def _check_ranges(config: RunConfig) -> None:
     for index, token_id in enumerate(sampling.stop_token_ids):
         if token_id < 0:
             raise ConfigError(f"rollout.sampling.stop_token_ids.{index}", f"found {token_id}, expected a token id >= 0")
+    for index, token_id in enumerate(sampling.allowed_token_ids):
+        if token_id < 0:
+            raise ConfigError(
+                f"rollout.sampling.allowed_token_ids.{index}", f"found {token_id}, expected a token id >= 0"
+            )
+    for token_id in sampling.logit_bias:
+        if not token_id.isdecimal():
+            raise ConfigError("rollout.sampling.logit_bias", f'found the key "{token_id}", expected a token id >= 0')
     for index, beta in enumerate(training.optimizer.betas):
         if not 0 <= beta < 1:
             raise ConfigError(f"training.optimizer.betas.{index}", f"found {beta}, expected a number >= 0 and < 1")
@@ -443,9 +451,14 @@ def _warnings(config: RunConfig) -> list[str]:
         warnings.append(f"group.size: 1 leaves {training.advantage.kind} nothing to compare with, every advantage is 0")
     if config.placement == "separate" and config.runtime == "local":
         warnings.append('runtime: "local" keeps engine and trainer in one process, where they do not overlap')
-    if sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0:
+    truncated = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0 or sampling.allowed_token_ids
+    if truncated and not sampling.record_sampling_mask:
         warnings.append(
-            "rollout.sampling: top_p, top_k and min_p change the sampled distribution, of which the trainer knows only the temperature: expect a larger log-probability difference"
+            "rollout.sampling: top_p, top_k, min_p and allowed_token_ids change the sampled distribution, of which the trainer knows only the temperature: set record_sampling_mask = true, or expect a larger log-probability difference"
+        )
+    if sampling.repetition_penalty != 1 or sampling.logit_bias:
+        warnings.append(
+            "rollout.sampling: repetition_penalty and logit_bias change the sampled distribution in a way that the trainer does not know: expect a larger log-probability difference"
         )
     if config.reward.functions and all(function.weight == 0 for function in config.reward.functions):
         warnings.append("reward.functions: every weight is 0, so that every reward is 0")

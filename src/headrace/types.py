@@ -84,6 +84,12 @@ class SamplingParams:
     """Strings that end the generation wherever they appear in the decoded completion, across token borders."""
     seed: int | None = None
     min_tokens: int = 0
+    repetition_penalty: float = 1.0
+    """Divides positive logits of ids that stand in prompt or answer, multiplies negative ones; 1 leaves them."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(id, what is added to its logit)."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """The only ids that may come; empty: all. End tokens must be among them to come."""
     record_sampling_mask: bool = False
     record_expert_routing: bool = False
 
@@ -93,7 +99,7 @@ class SamplingMask:
     """The support each sampled token was drawn from, ragged.
 
     token_ids: [K] kept ids of all positions, one after another
-    offsets: [T+1] position t kept ``token_ids[offsets[t]:offsets[t + 1]]``
+    offsets: [T+1] position t kept ``token_ids[offsets[t]:offsets[t + 1]]``; an empty span kept the whole vocabulary
     """
 
     token_ids: Array

@@ -55,6 +55,14 @@ class SamplingConfig(Config):
     """Texts that end an answer wherever they appear in it."""
     min_tokens: NonNegative = 0
     """No end token before so many tokens."""
+    repetition_penalty: Annotated[float, Meta(gt=0)] = 1.0
+    """Makes tokens of the prompt and the answer so far less likely; the trainer knows nothing of it."""
+    logit_bias: dict[str, float] = {}
+    """Added to the logits of token ids (the keys); the trainer knows nothing of it."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """The only ids that may come, end tokens included; empty allows all."""
+    record_sampling_mask: bool = False
+    """Keep which tokens each one was drawn from, so that the trainer computes probabilities over the same set."""
 
 
 class EngineConfig(Config):

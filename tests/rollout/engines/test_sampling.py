@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.rollout.engines.sampling import Draw
+from headrace.rollout.engines.sampling import Draw, draw_truncated
 from headrace.rollout.engines.sampling import sample as sample_in_place
 from headrace.rollout.engines.sequences import counter_uniform
 from headrace.types import SamplingParams
@@ -131,11 +131,88 @@ def test_a_token_outside_the_kept_set_never_comes(params):
 def test_any_logits_give_a_token_that_could_come(values, uniform, top_k, top_p, min_p, temperature):
     params = SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p, temperature=temperature)
     (d,) = sample(torch.tensor([values]), [Draw(params, uniform, record=True)])
-    assert d.token in d.kept and math.isfinite(d.logprob) and d.logprob <= 0.0
-    scaled = torch.tensor(values, dtype=torch.float64)[d.kept] / temperature
+    kept = d.kept.tolist() or list(range(len(values)))
+    assert d.token in kept and math.isfinite(d.logprob) and d.logprob <= 0.0
+    scaled = torch.tensor(values, dtype=torch.float64)[kept] / temperature
     assert d.logprob == pytest.approx(
-        float(scaled.log_softmax(-1)[d.kept.tolist().index(d.token)]), abs=2e-4 * max(1, 60 / temperature)
+        float(scaled.log_softmax(-1)[kept.index(d.token)]), abs=2e-4 * max(1, 60 / temperature)
     )
+
+
+@pytest.mark.parametrize("params", [dict(top_k=9), dict(top_p=0.8), dict(min_p=0.05), dict(top_k=40, top_p=0.9, min_p=0.01), dict(allowed_token_ids=tuple(range(3, 60)))])  # fmt: skip
+def test_logprobs_sum_to_one_over_the_kept_set(params):
+    """Each kept id's log-probability, drawn by the number in the middle of its share."""
+    torch.manual_seed(5)
+    logits = 3 * torch.randn(300)
+    (first,) = sample(logits[None], [Draw(SamplingParams(**params), 0.5, record=True)])
+    shares = logits.double()[first.kept].softmax(-1)
+    middles = (shares.cumsum(0) - shares / 2).tolist()
+    drawn = sample(logits.expand(len(middles), -1), [Draw(SamplingParams(**params), u, record=True) for u in middles])
+    assert [d.token for d in drawn] == first.kept.tolist()
+    assert math.fsum(math.exp(d.logprob) for d in drawn) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_noise_in_the_logits_moves_a_draw_only_across_a_bound():
+    """What two computations of the same logits may differ by: rows with a number away from every bound agree."""
+    torch.manual_seed(6)
+    logits = 2 * torch.randn(40)
+    logits[7] = logits[8] + 1e-7  # whose order by likelihood turns with the noise
+    for params in (dict(), dict(top_k=12), dict(top_k=30, min_p=0.001)):
+        numbers = [counter_uniform(1, i) for i in range(400)]
+        draws = [Draw(SamplingParams(**params), u, record=True) for u in numbers]
+        one = sample(logits.expand(400, -1), draws)
+        other = sample((logits + 1e-6 * torch.randn(400, 40)), draws)
+        kept = one[0].kept.tolist() or list(range(40))
+        bounds = logits.double()[kept].softmax(-1).cumsum(0).numpy()
+        for a, b, u in zip(one, other, numbers, strict=True):
+            assert a.token == b.token or np.abs(bounds - u).min() < 1e-5
+
+
+def test_a_penalty_a_bias_and_a_list_change_the_logits_by_hand_computed_amounts():
+    logits = torch.tensor([2.0, -1.0, 0.5, 0.0])
+
+    def expect(params, adjusted, **more):
+        (d,) = sample(logits[None], [Draw(SamplingParams(**params), 0.0, **more)])
+        assert d.logprob == pytest.approx(float(torch.tensor(adjusted).log_softmax(-1)[d.token]), abs=1e-6)
+        return d.token
+
+    assert expect(dict(repetition_penalty=2.0), [1.0, -2.0, 0.5, 0.0], seen=[0, 1, 0]) == 0
+    assert expect(dict(logit_bias=((0, -3.0), (3, 1.0))), [-1.0, -1.0, 0.5, 1.0]) == 0
+    inf = float("inf")
+    assert expect(dict(allowed_token_ids=(1, 3)), [-inf, -1.0, -inf, 0.0]) == 1
+    assert expect(dict(allowed_token_ids=(1, 3)), [-inf, -inf, -inf, 0.0], banned=(1,)) == 3
+    # The penalty comes first, then the bias, then the temperature.
+    both = dict(repetition_penalty=2.0, logit_bias=((0, 1.0),), temperature=0.5)
+    assert expect(both, [4.0, -2.0, 1.0, 0.0], seen=[0]) == 0
+
+
+def test_a_penalty_agrees_with_the_processor_of_transformers():
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    torch.manual_seed(4)
+    logits, seen = 3 * torch.randn(5, 50), torch.randint(50, (5, 12))
+    expected = RepetitionPenaltyLogitsProcessor(1.3)(seen, logits.clone()).log_softmax(-1)
+    draws = [Draw(SamplingParams(repetition_penalty=1.3), 0.4, seen=ids.tolist()) for ids in seen]
+    for row, d in enumerate(sample(logits, draws)):
+        assert d.logprob == pytest.approx(float(expected[row, d.token]), abs=1e-5)
+
+
+def test_rows_wider_than_the_candidates_and_narrow_ones_go_together():
+    torch.manual_seed(7)
+    logits = torch.randn(4, 3000)
+    logits[1] *= 20
+    params = [
+        SamplingParams(top_p=0.99),
+        SamplingParams(top_p=0.99),
+        SamplingParams(top_k=3),
+        SamplingParams(min_p=1e-4),
+    ]
+    together = sample(logits, [Draw(one, 0.7, record=True) for one in params])
+    for row, one in enumerate(params):
+        (alone,) = sample(logits[row : row + 1], [Draw(one, 0.7, record=True)])
+        assert (alone.token, alone.kept.tolist()) == (together[row].token, together[row].kept.tolist())
+        assert alone.logprob == pytest.approx(together[row].logprob, abs=1e-6)
+    assert len(together[0].kept) > 512 > len(together[1].kept)
 
 
 def test_banned_ids_do_not_come_and_the_rest_is_renormalised():
@@ -177,20 +254,43 @@ def test_random_numbers_are_even_and_depend_on_seed_and_position_alone():
     assert abs(np.corrcoef(table[:, :-1].ravel(), table[:, 1:].ravel())[0, 1]) < 0.03
 
 
+def draws_stay_inside(count):
+    """`count` draws of 96 rows under 12 settings, against kept sets that numpy computed on its own."""
+    rng = np.random.default_rng(3)
+    logits = (3 * rng.standard_normal((96, 48))).astype(np.float32)
+    logits[:, 40:44] = -np.inf
+    settings_ = [(k, p, m) for k in (0, 1, 7) for p in (1.0, 0.8) for m in (0.0, 0.1)]
+    top_k, top_p, min_p = (np.array(column)[np.arange(96) % 12] for column in zip(*settings_, strict=True))
+    allowed = np.zeros((96, 48), bool)
+    for row in range(96):
+        order = np.argsort(-logits[row].astype(np.float64))
+        shares = np.exp(logits[row].astype(np.float64))[order]
+        if top_k[row]:
+            shares[top_k[row] :] = 0
+        shares /= shares.sum()
+        keep = (shares > 0) & (shares.cumsum() - shares < top_p[row]) & (shares >= min_p[row] * shares[0])
+        allowed[row, order[keep]] = True
+    allowed, repeats = torch.from_numpy(allowed), 40
+    rows = torch.arange(96).repeat(repeats)
+    many = torch.from_numpy(logits)[rows]
+    options = dict(
+        top_k=torch.from_numpy(top_k)[rows], top_p=torch.from_numpy(top_p)[rows], min_p=torch.from_numpy(min_p)[rows]
+    )
+    hits = torch.zeros(96, 48, dtype=torch.int64)
+    for start in range(0, count, len(rows)):
+        uniforms = torch.from_numpy(np.random.default_rng(start).random(len(rows)))
+        uniforms[:2] = torch.tensor([0.0, ALMOST_ONE])
+        got = draw_truncated(many, uniforms, **options)
+        assert bool(allowed[rows, got.tokens].all()) and bool((got.counts == allowed.sum(-1)[rows]).all())
+        hits.index_put_((rows, got.tokens), torch.ones_like(rows), accumulate=True)
+    # And every id that is likely enough does come.
+    assert bool(((hits > 0) | ~allowed | (torch.from_numpy(logits).log_softmax(-1) < -6)).all())
+
+
+def test_draws_stay_inside():
+    draws_stay_inside(100_000)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("params", [{}, dict(top_k=20), dict(top_p=0.8), dict(min_p=0.1)])
-def test_ten_million_draws_stay_inside(params):
-    torch.manual_seed(3)
-    logits = 3 * torch.randn(2500, 300)
-    drawn = 0
-    warped = None
-    while drawn < 10_000_000 // (1 if not params else 50):
-        got = sample(
-            logits,
-            [Draw(SamplingParams(**params), counter_uniform(drawn, i), record=bool(params)) for i in range(2500)],
-        )
-        warped = warped or [set(d.kept.tolist()) for d in got] if params else None
-        assert all(
-            d is not None and (not params or d.token in kept) for d, kept in zip(got, warped or got, strict=True)
-        )
-        drawn += 2500
+def test_ten_million_draws_stay_inside():
+    draws_stay_inside(10_000_000)

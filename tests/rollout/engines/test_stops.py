@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from headrace.errors import RequestRefused
-from rollout.engines.engine_models import END, ask, build_engine, char_tokenizer, endless, folder_of, prompt_of
+from rollout.engines.engine_models import END, VOCAB, ask, build_engine, char_tokenizer, endless, folder_of, prompt_of
 
 KINDS = ("native", "hf")
 
@@ -119,3 +119,38 @@ async def test_the_sampling_mask_is_recorded_for_every_token_and_survives_a_resu
 
 async def test_nothing_is_recorded_where_the_whole_vocabulary_was_drawn_from(engine):
     assert (await engine.generate(ask(prompt_of(5), record_sampling_mask=True))).sampling_mask is None
+
+
+async def test_only_tokens_under_a_minimum_are_recorded_where_nothing_else_is_ruled_out(engine):
+    got = await engine.generate(ask(prompt_of(5), record_sampling_mask=True, max_tokens=8, min_tokens=3))
+    lengths = np.diff(got.sampling_mask.offsets).tolist()
+    assert lengths[:3] == [VOCAB - 1] * 3 and set(lengths[3:]) == {0}
+
+
+async def test_allowed_ids_are_the_only_ones_that_come(engine):
+    allowed = (5, 9, 30, 31)
+    got = await engine.generate(ask(prompt_of(5), record_sampling_mask=True, max_tokens=40, allowed_token_ids=allowed))
+    assert set(got.token_ids.tolist()) == set(allowed) and got.token_ids.size == 40
+    assert got.sampling_mask.token_ids.tolist() == list(allowed) * 40
+
+
+async def test_a_strong_penalty_lets_no_token_come_twice(engine):
+    """Greedy with logits moved far below all others once they were seen."""
+    options = dict(temperature=0.0, repetition_penalty=1e9, logit_bias=tuple((i, 50.0) for i in range(VOCAB)))
+    got = await engine.generate(ask([5], max_tokens=30, **options))
+    plain = await engine.generate(ask([5], max_tokens=30, temperature=0.0))
+    assert len(set(got.token_ids.tolist())) > len(set(plain.token_ids.tolist()))
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        (dict(allowed_token_ids=(VOCAB,)), "names token"),
+        (dict(logit_bias=((-2, 1.0),)), "names token"),
+        (dict(allowed_token_ids=(1,), min_tokens=2), "end tokens only"),
+        (dict(repetition_penalty=0.0), "above 0"),
+    ],
+)
+async def test_sampling_that_cannot_be_is_refused(engine, options, word):
+    with pytest.raises(RequestRefused, match=word):
+        await engine.generate(ask(prompt_of(4), **options))

@@ -156,7 +156,8 @@ class Core(ABC):
     def draw(self, sequences: list[Sequence], logits: Any) -> None:
         """[R, V] logits into one more token of each of R sequences, stamped with the live version."""
         draws = [
-            Draw(one.request.sampling, one.uniform(), one.banned(), record=one.masks is not None) for one in sequences
+            Draw(one.request.sampling, one.uniform(), one.banned(), record=one.masks is not None, seen=one.ids)
+            for one in sequences
         ]
         for sequence, drawn in zip(sequences, self.sample(logits, draws), strict=True):
             if drawn is None:

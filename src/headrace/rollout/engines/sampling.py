@@ -1,7 +1,14 @@
-"""Turns logits into drawn tokens, with their log-probability under the distribution that was really drawn from."""
+"""Turns logits into drawn tokens, with their log-probability under the distribution that was really drawn from.
+
+In this order: repetition penalty, logit bias, ids that may not come, temperature, top-k, top-p, min-p. Each later one sees
+what the earlier ones left. The token is drawn by inverse CDF, over ids in ascending order: it is the first whose
+cumulative probability exceeds the row's random number. No noise over the vocabulary is made, and two computations of the
+same logits give different tokens only where that number lies between their bounds.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,38 +18,55 @@ from headrace.types import SamplingParams
 
 _BLOCK = 256
 _CANDIDATES = 512
+_EVERYTHING = np.zeros(0, dtype=np.int32)
+"""The record of a token that was drawn from the whole vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How one row is drawn: its parameters, its random number in [0, 1), the ids that may not come, mask wanted or not."""
+    """How one row is drawn.
+
+    uniform: its random number in [0, 1); banned: ids that may not come; record: whether the kept ids are wanted
+    seen: the sequence so far, for a repetition penalty
+    """
 
     params: SamplingParams
     uniform: float
     banned: tuple[int, ...] = ()
     record: bool = False
+    seen: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """token: drawn id; logprob of it; kept: ids that it was drawn from, None for the whole vocabulary."""
+    """token: drawn id; logprob of it; kept: ascending ids that it was drawn from, none of them listed for all."""
 
     token: int
     logprob: float
     kept: np.ndarray | None = None
 
 
-def sample(logits: torch.Tensor, draws: list[Draw]) -> list[Drawn | None]:
-    """[R, V] logits and R draws into R tokens. None where the logits are not finite.
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """R drawn tokens as tensors.
 
-    The logits may be overwritten. Inverse CDF: the token is the first whose cumulative probability exceeds the random number. No noise over the
-    vocabulary is made, so this costs a fraction of `multinomial`.
+    tokens, logprobs: [R]; finite: [R] False where the logits were not, and nothing else holds
+    kept: [R, W] ascending ids, of which the first counts[r] were drawn from; None for the whole vocabulary
     """
+
+    tokens: torch.Tensor
+    logprobs: torch.Tensor
+    finite: torch.Tensor
+    kept: torch.Tensor | None = None
+    counts: torch.Tensor | None = None
+
+
+def sample(logits: torch.Tensor, draws: list[Draw]) -> list[Drawn | None]:
+    """[R, V] logits and R draws into R tokens. None where the logits are not finite. The logits may be overwritten."""
     logits = logits.float()
-    if any(draw.banned for draw in draws):
-        for row, draw in enumerate(draws):
-            if draw.banned:
-                logits[row, list(draw.banned)] = float("-inf")
+    for row, draw in enumerate(draws):
+        if draw.banned or shapes_logits(draw.params):
+            _shape(logits[row], draw)
     out: list[Drawn | None] = [None] * len(draws)
     kinds: dict[str, list[int]] = {}
     for row, draw in enumerate(draws):
@@ -50,10 +74,34 @@ def sample(logits: torch.Tensor, draws: list[Draw]) -> list[Drawn | None]:
     for kind, rows in kinds.items():
         part = logits if len(rows) == len(draws) else logits[rows]
         chosen = [draws[row] for row in rows]
-        drawn = {"greedy": _greedy, "plain": _plain, "truncated": _truncated}[kind](part, chosen)
-        for row, one in zip(rows, drawn, strict=True):
+        for row, one in zip(rows, _draw(kind, part, chosen), strict=True):
             out[row] = one
     return out
+
+
+def shapes_logits(params: SamplingParams) -> bool:
+    """Whether more than temperature and truncation stands between the model's logits and the draw."""
+    return bool(params.logit_bias or params.allowed_token_ids or params.repetition_penalty != 1.0)
+
+
+def _shape(row: torch.Tensor, draw: Draw) -> None:
+    """[V] in place. The penalty is that of Keskar et al. 2019 (CTRL), eq. 4.1 in the form that Hugging Face gave it: logits
+    of ids seen in prompt or answer are divided by it where positive, and multiplied where negative."""
+    params = draw.params
+    if params.repetition_penalty != 1.0 and len(draw.seen):
+        ids = torch.tensor(draw.seen).unique()
+        seen = row[ids]
+        row[ids] = torch.where(seen > 0, seen / params.repetition_penalty, seen * params.repetition_penalty)
+    if params.logit_bias:
+        ids, biases = zip(*params.logit_bias, strict=True)
+        row.index_add_(0, torch.tensor(ids), torch.tensor(biases, dtype=row.dtype))
+    if params.allowed_token_ids:
+        ids = torch.tensor(params.allowed_token_ids)
+        allowed = row[ids]
+        row.fill_(float("-inf"))
+        row[ids] = allowed
+    if draw.banned:
+        row[list(draw.banned)] = float("-inf")
 
 
 def _kind(params: SamplingParams) -> str:
@@ -62,19 +110,52 @@ def _kind(params: SamplingParams) -> str:
     return "truncated" if params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0 else "plain"
 
 
-def _greedy(logits: torch.Tensor, draws: list[Draw]) -> list[Drawn | None]:
+def _draw(kind: str, logits: torch.Tensor, draws: list[Draw]) -> list[Drawn | None]:
+    if kind == "greedy":
+        rows = _greedy(logits)
+    else:
+        scaled = _scale(logits, draws)
+        uniforms = torch.tensor([draw.uniform for draw in draws], dtype=torch.float64)
+        if kind == "plain":
+            # Before drawing, which overwrites them.
+            limited = [_allowed(scaled[row], draw) if draw.record else None for row, draw in enumerate(draws)]
+            rows = draw_plain(scaled, uniforms)
+        else:
+            params = [draw.params for draw in draws]
+            rows = draw_truncated(
+                scaled,
+                uniforms,
+                top_k=torch.tensor([one.top_k for one in params]),
+                top_p=torch.tensor([one.top_p for one in params], dtype=torch.float64),
+                min_p=torch.tensor([one.min_p for one in params], dtype=torch.float64),
+            )
+    found = zip(rows.tokens.tolist(), rows.logprobs.tolist(), rows.finite.tolist(), draws, strict=True)
+    out: list[Drawn | None] = []
+    for row, (token, logprob, finite, draw) in enumerate(found):
+        kept = None
+        if draw.record and rows.kept is None:
+            kept = limited[row]
+        elif draw.record:
+            kept = rows.kept[row, : int(rows.counts[row])].numpy().astype(np.int32)
+        out.append(Drawn(token, min(logprob, 0.0), kept) if finite else None)
+    return out
+
+
+def _allowed(scaled: torch.Tensor, draw: Draw) -> np.ndarray:
+    """Ids that a row without truncation is drawn from; none are listed where nothing was taken out."""
+    if not (draw.banned or draw.params.allowed_token_ids):
+        return _EVERYTHING
+    return torch.nonzero(scaled > float("-inf")).flatten().numpy().astype(np.int32)
+
+
+def _greedy(logits: torch.Tensor) -> Rows:
     best, ids = logits.max(dim=-1)
-    finite = torch.isfinite(best).tolist()
-    return [
-        Drawn(token, 0.0, np.array([token], dtype=np.int32) if draw.record else None) if ok else None
-        for token, ok, draw in zip(ids.tolist(), finite, draws, strict=True)
-    ]
+    return Rows(ids, torch.zeros_like(best), torch.isfinite(best), ids[:, None], torch.ones_like(ids))
 
 
-def _plain(logits: torch.Tensor, draws: list[Draw]) -> list[Drawn | None]:
-    """The whole vocabulary at a temperature, in two levels: first the block of 256 ids, then the id in it."""
-    rows, vocab = logits.shape
-    scaled = _scale(logits, draws)
+def draw_plain(scaled: torch.Tensor, uniforms: torch.Tensor) -> Rows:
+    """[R, V] logits, overwritten, and [R] numbers in [0, 1), in two levels: first the block of 256 ids, then the id."""
+    rows, vocab = scaled.shape
     # In place: a fresh [R, V] tensor would cost more in page faults than the arithmetic.
     weights = scaled.sub_(scaled.amax(dim=-1, keepdim=True)).exp_()
     if vocab % _BLOCK:
@@ -82,7 +163,7 @@ def _plain(logits: torch.Tensor, draws: list[Draw]) -> list[Drawn | None]:
     blocks = weights.view(rows, -1, _BLOCK)
     coarse = blocks.sum(dim=-1).double().cumsum(dim=-1)
     total = coarse[:, -1]
-    target = torch.tensor([draw.uniform for draw in draws], dtype=torch.float64) * total
+    target = uniforms * total
     block = (coarse <= target[:, None]).sum(dim=-1).clamp_(max=coarse.shape[1] - 1)
     index = torch.arange(rows)
     before = torch.where(block > 0, coarse[index, (block - 1).clamp(min=0)], 0.0)
@@ -95,67 +176,82 @@ def _plain(logits: torch.Tensor, draws: list[Draw]) -> list[Drawn | None]:
         last = int(positive[-1]) if positive.numel() else 0
         block[row], offset[row] = last // _BLOCK, last % _BLOCK
     tokens = (block * _BLOCK + offset).clamp_(max=vocab - 1)
-    logprobs = weights[index, tokens].double().log() - total.log()
-    everything = np.arange(vocab, dtype=np.int32) if any(draw.record for draw in draws) else None
-    out: list[Drawn | None] = []
-    for token, logprob, ok, draw in zip(
-        tokens.tolist(), logprobs.tolist(), torch.isfinite(total).tolist(), draws, strict=True
-    ):
-        kept = None
-        if draw.record:
-            kept = np.delete(everything, list(draw.banned)) if draw.banned else everything
-        out.append(Drawn(token, min(logprob, 0.0), kept) if ok else None)
-    return out
+    return Rows(tokens, weights[index, tokens].double().log() - total.log(), torch.isfinite(total))
 
 
-def _truncated(logits: torch.Tensor, draws: list[Draw]) -> list[Drawn | None]:
-    """top-k, then top-p of what is left, then min-p: on rows sorted by weight each keeps a prefix."""
-    vocab = logits.shape[1]
-    scaled = _scale(logits, draws)
+def draw_truncated(
+    scaled: torch.Tensor,
+    uniforms: torch.Tensor,
+    *,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    candidates: int = _CANDIDATES,
+) -> Rows:
+    """[R, V] logits and R rows' settings into tokens: top-k, then top-p of what is left, then min-p of that.
+
+    candidates: how many of a row without top-k are sorted at first; rows that keep more are done again with eight times as many
+    """
+    vocab = scaled.shape[1]
     whole = torch.logsumexp(scaled, dim=-1)
-    width = max((draw.params.top_k or _CANDIDATES) for draw in draws)
-    values, ids = torch.topk(scaled, min(width, vocab), dim=-1)
-    out: list[Drawn | None] = []
-    for row, draw in enumerate(draws):
-        if not bool(torch.isfinite(whole[row])):
-            out.append(None)
-            continue
-        kept = _keep(values[row], whole[row], draw.params)
-        row_values, row_ids = values[row], ids[row]
-        if kept == row_values.numel() < vocab and kept != draw.params.top_k:
-            # The nucleus is wider than the candidates.
-            row_values, row_ids = torch.sort(scaled[row], descending=True, stable=True)
-            kept = _keep(row_values, whole[row], draw.params)
-        out.append(_draw_prefix(row_values[:kept], row_ids[:kept], draw))
-    return out
+    widest = int(torch.where(top_k > 0, top_k, candidates).max())
+    values, ids = torch.topk(scaled, min(widest, vocab), dim=-1)
+    keep = _keep(values, whole, top_k, top_p, min_p)
+    if values.shape[1] < vocab and bool((wide := keep[:, -1] & (top_k == 0)).any()):
+        parts = []
+        for rows, wider in ((wide, candidates * 8), (~wide, candidates)):
+            own = dict(top_k=top_k[rows], top_p=top_p[rows], min_p=min_p[rows], candidates=wider)
+            if bool(rows.any()):
+                parts.append((draw_truncated(scaled[rows], uniforms[rows], **own), rows))
+        return parts[0][0] if len(parts) == 1 else _merge(parts, vocab)
+    counts = keep.sum(dim=-1)
+    width = int(counts.max())
+    keep, values, ids = keep[:, :width], values[:, :width], ids[:, :width]
+    kept, order = torch.where(keep, ids, vocab).sort(dim=-1)
+    weights = torch.where(keep, (values - values[:, :1]).double().exp(), 0.0).gather(1, order)
+    cumulative = weights.cumsum(dim=-1)
+    total = cumulative[:, -1]
+    at = (cumulative <= (uniforms * total)[:, None]).sum(dim=-1)
+    # Rounding may put the number at or past the end; the last id of positive weight is then the one meant.
+    last = (torch.arange(width) * (weights > 0)).amax(dim=-1)
+    at = torch.minimum(at, last)[:, None]
+    logprobs = weights.gather(1, at)[:, 0].log() - total.log()
+    return Rows(kept.gather(1, at)[:, 0], logprobs, torch.isfinite(whole), kept, counts)
 
 
-def _keep(values: torch.Tensor, whole: torch.Tensor, params: SamplingParams) -> int:
-    """How many of the descending values stay; `whole` is the log of the normaliser of the full row."""
-    count = values.numel()
-    if params.top_k > 0:
-        count = min(count, params.top_k)
-        whole = torch.logsumexp(values[:count], dim=-1)
-    values = values[:count]
-    count = int(torch.isfinite(values).sum())
-    if params.top_p < 1.0:
-        shares = (values - whole).double().exp()
+def _keep(
+    values: torch.Tensor, whole: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> torch.Tensor:
+    """[R, W] which of a row's descending values stay, always a beginning of them; `whole`: log of each row's normaliser."""
+    places = torch.arange(values.shape[1])
+    keep = ((places < top_k[:, None]) | (top_k == 0)[:, None]) & (values > float("-inf"))
+    if bool((top_p < 1.0).any()):
+        left = torch.where(top_k > 0, torch.where(keep, values, float("-inf")).logsumexp(dim=-1), whole)
+        shares = torch.where(keep, (values - left[:, None]).double().exp(), 0.0)
         # A token stays while the mass before it is below top_p.
-        count = min(count, int(((shares.cumsum(-1) - shares) < params.top_p).sum()))
-    if params.min_p > 0.0:
-        count = min(count, int(((values - values[0]).double().exp() >= params.min_p).sum()))
-    return max(count, 1)
+        keep &= (shares.cumsum(dim=-1) - shares < top_p[:, None]) | (top_p >= 1.0)[:, None]
+    if bool((min_p > 0.0).any()):
+        keep &= (values - values[:, :1]).double().exp() >= min_p[:, None]
+    keep[:, 0] = True
+    return keep
 
 
-def _draw_prefix(values: torch.Tensor, ids: torch.Tensor, draw: Draw) -> Drawn:
-    weights = (values - values[0]).double().exp()
-    cumulative = weights.cumsum(-1)
-    total = cumulative[-1]
-    at = int((cumulative <= draw.uniform * total).sum())
-    at = min(at, int(torch.nonzero(weights > 0)[-1]))
-    logprob = float((values[at] - values[0]).double() - total.log())
-    kept = np.sort(ids.numpy().astype(np.int32)) if draw.record else None
-    return Drawn(int(ids[at]), min(logprob, 0.0), kept)
+def _merge(parts: list[tuple[Rows, torch.Tensor]], vocab: int) -> Rows:
+    """Sets of rows back into one, each to the places that its mask [R] names."""
+    first, places = parts[0]
+    count, width = len(places), max(part.kept.shape[1] for part, _ in parts)
+    merged = Rows(
+        first.tokens.new_empty(count),
+        first.logprobs.new_empty(count),
+        first.finite.new_empty(count),
+        first.kept.new_full((count, width), vocab),
+        first.counts.new_empty(count),
+    )
+    for part, rows in parts:
+        for name in ("tokens", "logprobs", "finite", "counts"):
+            getattr(merged, name)[rows] = getattr(part, name)
+        merged.kept[rows, : part.kept.shape[1]] = part.kept
+    return merged
 
 
 def _scale(logits: torch.Tensor, draws: list[Draw]) -> torch.Tensor:

@@ -65,7 +65,7 @@ class Sequence:
         self.logprobs.append(logprob)
         self.versions.append(version)
         if self.masks is not None:
-            self.masks.append(mask if mask is not None else np.array([token], dtype=np.int32))
+            self.masks.append(mask)
 
     def banned(self) -> tuple[int, ...]:
         """Ids that may not be sampled next: end tokens while `min_tokens` is not reached."""
@@ -117,9 +117,10 @@ def split_masks(mask: SamplingMask) -> list[np.ndarray]:
 
 
 def truncates(request: GenerateRequest) -> bool:
-    """Whether its tokens are drawn from less than the whole vocabulary."""
+    """Whether some of its tokens are drawn from less than the whole vocabulary."""
     s = request.sampling
-    return s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0 or s.temperature == 0.0 or s.min_tokens > 0
+    truncated = s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0 or s.temperature == 0.0
+    return truncated or s.min_tokens > 0 or bool(s.allowed_token_ids)
 
 
 def open_sequence(
@@ -141,13 +142,21 @@ def open_sequence(
         raise RequestRefused(f"{name}: stop strings need a tokenizer, and the model folder has none")
     if request.sampling.max_tokens < 1:
         raise RequestRefused(f"{name}: max_tokens must be at least 1, found {sampling.max_tokens}")
+    if not sampling.repetition_penalty > 0:
+        raise RequestRefused(f"{name}: repetition_penalty must be above 0, found {sampling.repetition_penalty}")
+    stop_ids = tuple(dict.fromkeys((*end_ids, *sampling.stop_token_ids)))
+    named = (*sampling.stop_token_ids, *sampling.allowed_token_ids, *(token for token, _ in sampling.logit_bias))
+    if named and not (min(named) >= 0 and max(named) < vocab_size):
+        raise RequestRefused(f"{name}: sampling names token {max(named, key=abs)}, ids must lie in [0, {vocab_size})")
+    if sampling.allowed_token_ids and sampling.min_tokens and not set(sampling.allowed_token_ids) - set(stop_ids):
+        raise RequestRefused(f"{name}: allowed_token_ids has end tokens only, and min_tokens rules them out")
 
     sequence = Sequence(
         request=request,
         ids=prompt,
         prompt_length=len(prompt),
         limit=min(sampling.max_tokens, context_length - len(prompt)),
-        stop_ids=tuple(dict.fromkeys((*end_ids, *sampling.stop_token_ids))),
+        stop_ids=stop_ids,
         seed=_seed_of(request),
         masks=[] if sampling.record_sampling_mask and truncates(request) else None,
     )
