@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,12 +19,11 @@ from headrace.policies.spaces import Spaces
 from headrace.protocols import Annotation, WeightChannel, WorkerContext
 from headrace.training import checkpoint_folder
 from headrace.training.advantages import Credit, gae, vtrace
+from headrace.training.backends.policy_device import WEIGHTS, PolicyDevice
 from headrace.training.config import AlgorithmConfig, TrainingConfig
 from headrace.training.losses import StepLossInputs, step_loss
 from headrace.training.optimizer import FlatAdamW, FlatParameters
-from headrace.types import Array, Event, Metrics, Stat, StepBatch, WeightTicket
-
-WEIGHTS = "policy.safetensors"
+from headrace.types import Array, Metrics, Stat, StepBatch
 
 
 def build_control_device(
@@ -44,7 +40,7 @@ def build_control_device(
     return ControlDevice(context, training, algorithm, policy, channel, seed)
 
 
-class ControlDevice:
+class ControlDevice(PolicyDevice):
     """A policy with its value function and optimiser. `update` is a whole batch's work in one call, so that a trainer in
     another process is sent each batch once; it is made of the same parts as the calls of every `TrainBackend`."""
 
@@ -57,9 +53,8 @@ class ControlDevice:
         channel: WeightChannel | None,
         seed: int,
     ) -> None:
-        self._context, self._training, self._algorithm = context, training, algorithm
-        self._policy, self._channel, self._seed = policy, channel, seed
-        self._version = -1
+        super().__init__(context, channel)
+        self._training, self._algorithm, self._policy, self._seed = training, algorithm, policy, seed
 
     async def begin(self, spaces: Spaces) -> None:
         """Build the network. Called once, before anything else."""
@@ -241,30 +236,7 @@ class ControlDevice:
         with self._event("optimizer_step"):
             return self._step()
 
-    # ---------------------------------------------------------------------------------------------------- weights
-
-    async def publish(self, version: int) -> WeightTicket:
-        """Send weights and running figures through the channel as `version`."""
-        if self._channel is None:
-            raise ConfigError("weights.channel", "this trainer was built without a channel: it cannot publish")
-        with self._event("publish", version):
-            ticket = self._channel.publish(self._network.state_dict().items(), version)
-        self._version = version
-        return ticket
-
-    async def fingerprint(self) -> str:
-        """sha256 over all weights and running figures."""
-        digest = hashlib.sha256()
-        for tensor in self._network.state_dict().values():
-            digest.update(np.ascontiguousarray(tensor.detach().cpu().numpy()).tobytes())
-        return digest.hexdigest()
-
     # ------------------------------------------------------------------------------------------------ checkpoints
-
-    async def save(self, folder: str) -> None:
-        """Write the folder whole or not at all: weights, optimiser, random state, manifest."""
-        with self._event("save"):
-            checkpoint_folder.write_folder(folder, self._fill)
 
     def _fill(self, folder: Path) -> None:
         from safetensors.torch import save_file
@@ -294,19 +266,6 @@ class ControlDevice:
         self._shuffle.set_state(state.pop("shuffle"))
         self._returns = tuple(facts["returns"])
         self._optimizer.restore(state, facts["attempts"])
-
-    async def close(self) -> None:
-        """Nothing is held outside this process."""
-
-    @contextmanager
-    def _event(self, kind: str, version: int | None = None) -> Iterator[None]:
-        start = time.monotonic_ns()
-        try:
-            yield
-        finally:
-            version = self._version if version is None else version
-            ended = time.monotonic_ns()
-            self._context.record(Event(start, self._context.name, kind, "", version, ended - start))
 
 
 @dataclasses.dataclass
