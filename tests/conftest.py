@@ -6,6 +6,8 @@ import os
 
 from hypothesis import HealthCheck, settings
 
+from redis_server import own_redis, redis_program, redis_server  # noqa: F401 - fixtures for every folder
+
 settings.register_profile(
     "steady",
     deadline=None,

@@ -49,8 +49,8 @@ MUTANTS = [
     Mutant(
         "leases are settled before the weights are live",
         "orchestrator/controller.py",
-        "            self.not_live.extend(leases)\n",
-        "            self.not_live.extend(leases)\n            self._settle_live(0)\n",
+        "            self.not_live.extend((self.step, lease) for lease in leases)\n",
+        "            self.not_live.extend((self.step, lease) for lease in leases)\n            self._settle_live(self.step)\n",
     ),
     Mutant(
         "a filtered unit keeps its lease",

@@ -130,7 +130,7 @@ class Assembly:
         stack.callback(recorder.close)
         runtime = self._runtime(recorder.event)
         stack.push_async_callback(runtime.close)
-        buffer, dispatcher = self._buffer(source, restored, checkpoints), self._dispatcher()
+        buffer, dispatcher = self._buffer(stack, source, restored, checkpoints), self._dispatcher()
         channel = self._channel()
         stack.callback(channel.close)
         if config.env.id:
@@ -264,7 +264,9 @@ class Assembly:
         await rewarder.start()
         return rewarder
 
-    def _buffer(self, source: TaskSource, restored: Restored | None, checkpoints: Checkpoints) -> LeaseBuffer:
+    def _buffer(
+        self, stack: AsyncExitStack, source: TaskSource, restored: Restored | None, checkpoints: Checkpoints
+    ) -> LeaseBuffer:
         config, versions = self.config, self.versions
         capacity = Capacity(
             batch=config.training.groups,
@@ -272,9 +274,17 @@ class Assembly:
             oversample=config.rollout.oversample,
             max_in_flight=config.rollout.max_in_flight,
         )
+        store = open_store(
+            config.buffer.store,
+            config.buffer.max_bytes,
+            str((self.run_dir / "store").resolve()),
+            config.buffer.url,
+            keep_acknowledged=config.checkpoint.every_steps > 0,
+        )
+        stack.callback(store.close)
         buffer = LeaseBuffer(
             source,
-            open_store(config.buffer.store, config.buffer.max_bytes, str(self.run_dir / "store")),
+            store,
             Ledger(),
             versions,
             capacity,
@@ -283,6 +293,10 @@ class Assembly:
         )
         if restored is not None:
             restore(restored, buffer, versions, checkpoints.highest_version(int(restored.flow["version"])))
+        else:
+            for key in store.scan():  # what a run of the same name left on a server is not this run's
+                store.acknowledge(key)
+            store.forget(store.acknowledged())
         return buffer
 
     def _dispatcher(self) -> Dispatcher:

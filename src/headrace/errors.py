@@ -17,7 +17,8 @@ HeadraceError
 │   ├── WorkerDied         the process behind a proxy is gone
 │   ├── CallTimeout        a call passed its deadline
 │   ├── RequestRefused     an engine can never serve this request (prompt longer than the context)
-│   └── StaleTicket        a receiver refused to go back to an older version
+│   ├── StaleTicket        a receiver refused to go back to an older version
+│   └── UnitLost           a store no longer has the bytes of a unit
 ├── RolloutDropped         this attempt ends without a unit, by a named reason
 │   └── RolloutRecycled    ... and its task goes back to the pool with what was done already
 └── BufferClosed           admission has ended
@@ -121,6 +122,10 @@ class RequestRefused(PartFailed):
 
 class StaleTicket(PartFailed):
     """A receiver refused to load a version older than the one it runs."""
+
+
+class UnitLost(PartFailed):
+    """A store no longer has the bytes of a unit that it took."""
 
 
 class RolloutDropped(HeadraceError):

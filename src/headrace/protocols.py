@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from headrace.types import (
     Array,
+    NO_VERSION,
     EngineStats,
     Event,
     GenerateRequest,
@@ -290,6 +291,8 @@ class Lease:
     index: int
     task: Task
     remainder: Any = None
+    oldest_version: int = NO_VERSION
+    """Of its unit, once that is put."""
     state: LeaseState = "admitted"
     outcome: str | None = None
 
@@ -297,19 +300,32 @@ class Lease:
 class Store(Protocol):
     """Moves bytes of units and nothing else. Keys are lease ids.
 
-    A bounded store reserves the largest unit at `reserve`, so that `append` never waits.
+    A bounded store reserves the largest unit at `reserve`, so that `append` never waits. A durable store keeps the bytes
+    of an acknowledged unit until `forget`: a run that is restored from an earlier checkpoint trains on it again.
     """
 
     def reserve(self, key: str) -> bool:
         """Room for one more unit? False when the store's own bound is reached."""
         ...
 
-    def append(self, key: str, unit: Unit) -> None: ...
+    def append(self, key: str, unit: Unit) -> None:
+        """Store the unit, in place of an earlier one of this key."""
+        ...
 
-    def read(self, key: str) -> Unit: ...
+    def read(self, key: str) -> Unit:
+        """Raises `KeyError` for a key that is not stored, and `UnitLost` for one whose bytes the medium has lost."""
+        ...
 
     def acknowledge(self, key: str) -> None:
-        """The unit is no longer needed. Unknown keys are ignored."""
+        """The unit, or the room promised for it, is no longer needed. Unknown keys are ignored."""
+        ...
+
+    def acknowledged(self) -> list[str]:
+        """Keys whose bytes are still kept for a restore."""
+        ...
+
+    def forget(self, keys: Sequence[str]) -> None:
+        """A checkpoint that knows the end of these acknowledged units has been committed: drop their bytes."""
         ...
 
     def scan(self) -> list[str]:

@@ -24,6 +24,10 @@ def assert_same(found, wanted):
     elif isinstance(wanted, np.ndarray):
         assert found.dtype == wanted.dtype and found.shape == wanted.shape
         np.testing.assert_array_equal(found, wanted)
+    elif isinstance(wanted, dict):
+        assert list(found) == list(wanted)
+        for key, value in wanted.items():
+            assert_same(found[key], value)
     elif isinstance(wanted, tuple):
         assert len(found) == len(wanted)
         for one, other in zip(found, wanted, strict=True):

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from headrace.errors import BufferClosed
+from headrace.errors import BufferClosed, UnitLost
 from headrace.exchange.ledger import RECYCLED, TRAINED, Ledger
 from headrace.exchange.staleness import Capacity, VersionLine, is_stale
 from headrace.protocols import Lease, Store, TaskSource
@@ -91,19 +91,21 @@ class LeaseBuffer:
     def _next_lease(self) -> Lease | None:
         if self.restored:
             return self._lease(*self.restored.popleft())
-        if self.pool:
-            task, remainder = self.pool.popleft()
-        elif self._source_ended:
+        remainder = self.pool[0][1] if self.pool else None
+        if (task := self.next_task()) is None:
             return None
-        else:
-            picked, remainder = self.source.next(), None
-            if picked is None:
-                self._source_ended = True
-                self.changed.fire()
-                return None
-            task = picked
         index, self.next_index = self.next_index, self.next_index + 1
         return self._lease(index, task, remainder)
+
+    def next_task(self) -> Task | None:
+        """The pool's first, else the source's next; None when both are empty."""
+        if self.pool:
+            return self.pool.popleft()[0]
+        task = None if self._source_ended else self.source.next()
+        if task is None and not self._source_ended:
+            self._source_ended = True
+            self.changed.fire()
+        return task
 
     def _lease(self, index: int, task: Task, remainder: Any) -> Lease:
         return Lease(lease_id=f"{self.incarnation}-{index}", index=index, task=task, remainder=remainder)
@@ -118,6 +120,7 @@ class LeaseBuffer:
         if lease.state != "admitted":
             return False
         self.store.append(lease.lease_id, unit)
+        lease.oldest_version = unit.oldest_version
         self.ledger.move(lease, "ready")
         self.ready[lease.lease_id] = lease
         self.changed.fire()
@@ -130,13 +133,30 @@ class LeaseBuffer:
             self._evict_stale()
             if len(self.ready) >= (n if at_least is None else at_least) or self._nothing_comes():
                 picked = sorted(list(self.ready.values())[:n], key=lambda lease: lease.index)
-                return [(lease, self._take_one(lease)) for lease in picked]
+                if (batch := self._take_all(picked)) is not None:
+                    return batch
+                continue
             await self.changed.wait()
 
-    def _take_one(self, lease: Lease) -> Unit:
-        self.ledger.move(lease, "taken")
-        del self.ready[lease.lease_id]
-        return self.store.read(lease.lease_id)
+    def _take_all(self, picked: list[Lease]) -> list[tuple[Lease, Unit]] | None:
+        """The leases with their units, taken; None when the store has lost one (then it is dropped, and no other taken)."""
+        batch = []
+        for lease in picked:
+            if (unit := self._read(lease)) is None:
+                self.settle(lease, "lost")
+                return None
+            batch.append((lease, unit))
+        for lease in picked:
+            self.ledger.move(lease, "taken")
+            del self.ready[lease.lease_id]
+        return batch
+
+    def _read(self, lease: Lease) -> Unit | None:
+        """None when the store's medium has lost it: a server that restarted without its data, a damaged file."""
+        try:
+            return self.store.read(lease.lease_id)
+        except UnitLost:
+            return None
 
     def untake(self, lease: Lease) -> None:
         """Put a taken unit back to the ready ones: its batch never came together."""
@@ -148,8 +168,7 @@ class LeaseBuffer:
         if self.max_version_lag is None:
             return
         for lease in list(self.ready.values()):
-            unit = self.store.read(lease.lease_id)
-            if self.too_old(unit.oldest_version):
+            if self.too_old(lease.oldest_version):
                 # What was sampled is too old, so a recycled task starts from its prompt.
                 self.settle(lease, RECYCLED if self.on_stale == "recycle" else "stale")
 
@@ -170,7 +189,7 @@ class LeaseBuffer:
     def settle(self, lease: Lease, outcome: str, remainder: Any = None) -> bool:
         """End a lease and free its place. "recycled" puts its task, with the remainder, to the front of the pool."""
         had_unit = lease.state in ("ready", "taken")
-        unit = self.store.read(lease.lease_id) if had_unit else None
+        unit = self._read(lease) if had_unit and outcome != "lost" else None
         if not self.ledger.settle(lease, outcome):
             return False
         self.ready.pop(lease.lease_id, None)

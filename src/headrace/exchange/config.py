@@ -21,7 +21,9 @@ class BufferConfig(Config):
     steps: Annotated[int, Meta(ge=1)] = 2
     """Batches ahead, for depth = queue."""
     store: Literal["memory", "shared_memory", "redis", "files"] = "memory"
-    """Where units wait between rollout and training."""
+    """Where units wait between rollout and training: memory; shared_memory (slots); files, redis: they outlive a crash."""
+    url: str = "redis://127.0.0.1:6379/0"
+    """Of the server, for store = redis."""
     max_bytes: NonNegative = 0
     """Bound of the store; 0: none."""
 

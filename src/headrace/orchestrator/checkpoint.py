@@ -18,18 +18,19 @@ import hashlib
 import json
 import os
 import shutil
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.errors import RunDirError, RunError
+from headrace.errors import RunDirError, RunError, UnitLost
 from headrace.exchange.buffer import LeaseBuffer
-from headrace.exchange.codec import decode_task, decode_unit, encode
+from headrace.exchange.codec import decode_task, decode_unit, encode, encode
 from headrace.exchange.staleness import VersionLine
 from headrace.protocols import Lease
 from headrace.training.checkpoint_folder import verify_folder
-from headrace.types import Unit
+from headrace.types import Group, Task, Unit
 
 MANIFEST = "manifest.json"
 PREFIX = "step_"
@@ -183,12 +184,75 @@ def restore(restored: Restored, buffer: LeaseBuffer, versions: VersionLine, high
     buffer.source.restore(flow["source"])
     buffer.ledger.restore(flow["ledger"])
     buffer.pool.extend((decode_task(bytes.fromhex(task)), None) for task in flow["pool"])
-    buffer.restored.extend((int(entry["index"]), _task(entry), None) for entry in sorted(flow["running"], key=_index))
+    stored, kept = _stored_units(buffer), buffer.store.scan()
     for number, entry in enumerate(flow["ready"]):
         unit = decode_unit((restored.folder / "units" / f"{number}.unit").read_bytes())
-        lease = Lease(lease_id=f"{buffer.incarnation}-{entry['index']}", index=int(entry["index"]), task=_task(entry))
-        buffer.ledger.admit(lease)
-        buffer.put(lease, unit)
+        _adopt(buffer, int(entry["index"]), _task(entry), unit)
+    for entry in sorted(flow["running"], key=_index):
+        _go_on(buffer, int(entry["index"]), _task(entry), stored)
+    _adopt_later_ones(buffer, {index: key for index, key in stored.items() if index >= buffer.next_index})
+    for key in kept:  # what is left was trained or dropped before the checkpoint
+        buffer.store.acknowledge(key)
+
+
+def _stored_units(buffer: LeaseBuffer) -> dict[int, str]:
+    """Lease index -> key of what a durable store holds of earlier incarnations, the latest of each."""
+    found: dict[int, tuple[int, str]] = {}
+    for key in buffer.store.scan():
+        incarnation, _, index = key.partition("-")
+        if incarnation.isdigit() and index.isdigit():
+            found[int(index)] = max(found.get(int(index), (-1, "")), (int(incarnation), key))
+    return {index: key for index, (_, key) in sorted(found.items())}
+
+
+def _adopt(buffer: LeaseBuffer, index: int, task: Task, unit: Unit) -> None:
+    lease = Lease(lease_id=f"{buffer.incarnation}-{index}", index=index, task=task)
+    buffer.ledger.admit(lease)
+    buffer.put(lease, unit)
+
+
+def _go_on(buffer: LeaseBuffer, index: int, task: Task, stored: dict[int, str]) -> None:
+    """The lease becomes ready if its unit was stored after the checkpoint, else it runs again."""
+    unit = _read(buffer, stored.get(index))
+    if unit is not None:
+        _adopt(buffer, index, task, unit)
+    else:
+        buffer.restored.append((index, task, None))
+
+
+def _adopt_later_ones(buffer: LeaseBuffer, stored: dict[int, str]) -> None:
+    """Units of leases that the checkpoint does not know. The tasks are drawn again as they were then: those whose unit is
+    there are skipped, the others keep the numbers that are left, so that their samples repeat."""
+    units = {index: unit for index, key in stored.items() if (unit := _read(buffer, key)) is not None}
+    if not units:
+        return
+    first, last = buffer.next_index, max(units)
+    numbers = deque(index for index in range(first, last + 1) if index not in units)
+    here = {index: unit.task for index, unit in units.items() if isinstance(unit, Group)}
+    expected = Counter(task.task_id for task in here.values())
+    buffer.next_index = last + 1
+    for index in range(first, last + 1):
+        task = buffer.next_task()
+        if task is None:
+            break
+        if expected[task.task_id] > 0:
+            expected[task.task_id] -= 1
+        elif index in units and index not in here:  # a trajectory does not say which task it is of
+            here[index] = task
+        elif numbers:
+            buffer.restored.append((numbers.popleft(), task, None))
+        else:  # tasks were recycled meanwhile, so that the order is another
+            buffer.pool.append((task, None))
+    for index, unit in units.items():
+        if index in here:
+            _adopt(buffer, index, here[index], unit)
+
+
+def _read(buffer: LeaseBuffer, key: str | None) -> Unit | None:
+    try:
+        return buffer.store.read(key) if key is not None else None
+    except UnitLost:
+        return None
 
 
 def _lease(index: int, task: Any) -> dict[str, Any]:

@@ -131,7 +131,8 @@ class Controller:
         self.producing: dict[str, tuple[Lease, asyncio.Task[None]]] = {}
         self.ending: dict[str, asyncio.Task[None]] = {}
         """Rollouts that were cancelled, while they clean up."""
-        self.not_live: list[Lease] = []
+        self.not_live: list[tuple[int, Lease]] = []
+        """Leases trained on, with their step."""
         self.joining = 0
         self.restarts_left = settings.restarts
         self._publishing: asyncio.Task[None] | None = None
@@ -282,7 +283,7 @@ class Controller:
             self.step += 1
             self.buffer.mark_trained(leases)
             self.buffer.wanted = self._wanted()
-            self.not_live.extend(leases)
+            self.not_live.extend((self.step, lease) for lease in leases)
             waited = await self._after_update()
             report = StepReport(
                 step=self.step,
@@ -311,7 +312,7 @@ class Controller:
     async def _after_update(self) -> float:
         """Number the new weights and send them off; the seconds spent waiting for the sync before."""
         if not self.learner.updates_weights:
-            self._settle_live(self.versions.version)
+            self._settle_live(self.step)
             return 0.0
         self.versions.advance()
         self._cancel_stale()
@@ -378,7 +379,7 @@ class Controller:
         version = self.versions.version
         self.observer.version_written(version)
         ticket = await self._trainer(self.learner.publish(version))
-        self._publishing = asyncio.create_task(self._make_live(ticket), name=f"sync {version}")
+        self._publishing = asyncio.create_task(self._make_live(ticket, self.step), name=f"sync {version}")
         self._publishing.add_done_callback(self._notice)
         return waited
 
@@ -386,19 +387,20 @@ class Controller:
         if self._publishing is not None:
             await asyncio.shield(self._publishing)
 
-    async def _make_live(self, ticket: Any) -> None:
+    async def _make_live(self, ticket: Any, step: int) -> None:
         self.waits["weights"] = f"sync to version {ticket.version}"
         times = await self._timed("sync", self.weight_sync.sync(ticket))
         if self.weight_sync.interruption.drain:
             self._span("gate", times.drain_s + times.commit_s)
-        self._settle_live(ticket.version)
+        self._settle_live(step)
         self._cancel_stale()
         self._event("live", "", times.version)
         self.waits["weights"] = f"version {times.version} is live"
 
-    def _settle_live(self, version: int) -> None:
+    def _settle_live(self, step: int) -> None:
         """The weights trained on these leases are live: their places are free."""
-        live, self.not_live = self.not_live, []
+        live = [lease for trained_at, lease in self.not_live if trained_at <= step]
+        self.not_live = [pair for pair in self.not_live if pair[0] > step]
         for lease in live:
             self.buffer.settle(lease, TRAINED)
 
@@ -561,6 +563,7 @@ REMEDIES = {
     "retries": "engine calls fail again and again; read the messages above",
     "interrupted": "weight syncs cut generations short; choose weights.partial = resume_prefix, or weights.interruption = never",
     "recycled": "weight syncs send tasks back faster than they end; choose weights.partial = resume_prefix",
+    "lost": "the store no longer has what it took; give the Redis server appendonly yes, or choose buffer.store = files",
     "error": "read the messages above",
 }
 """Drop reason -> what to change."""

@@ -120,6 +120,7 @@ class Narrator:
 
     async def checkpoint(self, controller: Controller) -> None:
         flow, units = capture(controller.buffer, controller.step)
+        ended = controller.buffer.store.acknowledged()
         flow["tally"] = self.tally.state()
         try:
             folder = await self.checkpoints.save(controller.step, flow, units, controller.learner.save)
@@ -128,6 +129,7 @@ class Narrator:
             self.message(f"{self.unsaved}; earlier ones stay")
             return
         self.unsaved = ""
+        controller.buffer.store.forget(ended)
         self.message(f"checkpoint {folder.relative_to(self.run_folder)}")
 
     async def evaluate(self, step: int) -> None:

@@ -3,70 +3,50 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from headrace.errors import ConfigError
+from headrace.exchange.stores.room import Room
 from headrace.types import TokenSample, Unit
 
 
 class MemoryStore:
-    """`max_bytes` 0 sets no bound.
-
-    A bounded store promises room for the largest unit seen so far at `reserve`, so that `append` never waits. Before the
-    first unit its size is unknown, and after a larger one than promised the store may stand above its bound by the
-    difference until units are acknowledged: nothing is lost, and `reserve` refuses meanwhile. One unit is always let in.
-    """
+    """`max_bytes` 0 sets no bound. What it holds ends with the process; the checkpoint has its own copy of what waits."""
 
     def __init__(self, max_bytes: int = 0) -> None:
-        if max_bytes < 0:
-            raise ConfigError("buffer.max_bytes", f"must be 0 (no bound) or more, found {max_bytes}")
-        self._max_bytes = max_bytes
-        self._units: dict[str, tuple[Unit, int]] = {}
-        self._reserved: dict[str, None] = {}
-        self._bytes = 0
-        self._largest = 0
+        self._room = Room(max_bytes)
+        self._units: dict[str, Unit] = {}
 
     def reserve(self, key: str) -> bool:
-        """Promise room for one unit. Asking again for a key that has room already changes nothing."""
-        if key in self._reserved or key in self._units:
-            return True
-        promised = (len(self._reserved) + 1) * self._largest
-        holds_any = bool(self._units or self._reserved)
-        if self._max_bytes and holds_any and self._bytes + promised > self._max_bytes:
-            return False
-        self._reserved[key] = None
-        return True
+        return self._room.reserve(key)
 
     def append(self, key: str, unit: Unit) -> None:
-        """Store the unit, in place of an earlier one of this key."""
-        self._reserved.pop(key, None)
-        _, old = self._units.pop(key, (None, 0))
-        size = unit_bytes(unit)
-        self._units[key] = (unit, size)
-        self._bytes += size - old
-        self._largest = max(self._largest, size)
+        self._units[key] = unit
+        self._room.fill(key, unit_bytes(unit))
 
     def read(self, key: str) -> Unit:
-        return self._units[key][0]
+        return self._units[key]
 
     def acknowledge(self, key: str) -> None:
-        """Forget the unit, or the room that was promised for it."""
-        self._reserved.pop(key, None)
-        _, size = self._units.pop(key, (None, 0))
-        self._bytes -= size
+        self._units.pop(key, None)
+        self._room.free(key)
+
+    def acknowledged(self) -> list[str]:
+        return []
+
+    def forget(self, keys: Sequence[str]) -> None:
+        """Nothing is kept beyond its acknowledgement."""
 
     def scan(self) -> list[str]:
-        return list(self._units)
+        return self._room.keys()
 
     def bytes(self) -> int:
-        return self._bytes
+        return self._room.bytes
 
     def close(self) -> None:
         self._units.clear()
-        self._reserved.clear()
-        self._bytes = 0
 
 
 def unit_bytes(value: Any) -> int:
