@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from headrace.types import (
-    Array,
     NO_VERSION,
+    Array,
     EngineStats,
     Event,
     GenerateRequest,

@@ -26,7 +26,7 @@ from typing import Any
 
 from headrace.errors import RunDirError, RunError, UnitLost
 from headrace.exchange.buffer import LeaseBuffer
-from headrace.exchange.codec import decode_task, decode_unit, encode, encode
+from headrace.exchange.codec import decode_task, decode_unit, encode
 from headrace.exchange.staleness import VersionLine
 from headrace.protocols import Lease
 from headrace.training.checkpoint_folder import verify_folder

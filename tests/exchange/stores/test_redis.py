@@ -70,7 +70,7 @@ def test_a_unit_that_came_twice_is_kept_once(store, own_redis):
     sender.send("x", group("x"))  # its first reply was lost
     put(store, "y")
     assert store.flush(5.0)
-    (entry_id, fields) = client.xrevrange(STREAM, count=1)[0]
+    (_, fields) = client.xrevrange(STREAM, count=1)[0]
     client.xadd(STREAM, fields)  # as a writer does that lost the reply
     assert store.arrivals() == ["x"] and store.duplicates == 2
     assert store.read("y").group_id == "y" and sorted(store.scan()) == ["x", "y"]

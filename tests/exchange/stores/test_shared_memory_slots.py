@@ -89,8 +89,8 @@ def test_a_place_that_is_none_is_refused():
     ):
         with pytest.raises(DataError):
             read_slot(wrong)
-    arena.write_bytes(b"Gnot a group")
-    with pytest.raises(DataError, match="not a scored group"):
+    arena.write_bytes(b"not a group!")
+    with pytest.raises(DataError, match="not a unit"):
         read_slot(SlotRef(arena=ref.arena, offset=4096, serial=2, bytes=12))
     arena.close()
     with pytest.raises(UnitLost):
