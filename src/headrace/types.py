@@ -158,7 +158,8 @@ class Generation:
     policy_versions: [T] stamped by the engine as it sampled each token
     finish_reason: stop (an end token or stop string), length (max_tokens or context), abort, tool
     matched_stop: the stop token id or stop string that ended it
-    expert_routing: [T, layers, top_k] expert ids in the smallest integer type that fits
+    expert_routing: [T, layers, top_k] expert ids in the smallest integer type that fits: those of the forward pass that
+        gave token t's logits, of layers that have experts
     """
 
     token_ids: Array
@@ -370,7 +371,7 @@ class TokenBatch:
     temperatures: [B] of the sampling, since log-probabilities are those of the sampled distribution
     reference_logprobs, proximal_logprobs, teacher_logprobs, values: [M], filled by `TrainBackend.annotate`
     sampling_mask: the support of each target (M positions), when it was recorded
-    expert_routing: [N, layers, top_k]
+    expert_routing: [N, layers, top_k] what the sampler's routers chose for input n, -1 where it was not recorded
     """
 
     token_ids: Array

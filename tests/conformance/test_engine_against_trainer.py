@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import numpy as np
 import pytest
+import torch
 
 from headrace.training.batching import make_batches
 from headrace.training.config import TrainingConfig
@@ -94,3 +96,47 @@ async def test_without_the_record_the_ratio_is_off():
     groups = await groups_of(engine, siblings(top_p=0.8, record_sampling_mask=False))
     await engine.close()
     assert np.abs(log_ratios(groups, folder_of())).max() > 0.1
+
+
+async def test_the_trainer_computes_with_the_experts_that_the_engine_used():
+    folder = folder_of("qwen3_moe")
+    engine = build_engine(folder=folder)
+    groups = await groups_of(engine, siblings(record_expert_routing=True))
+    await engine.close()
+    assert np.abs(log_ratios(groups, folder, micro_tokens=64)).max() < 1e-4
+
+    def other_expert(sample: TokenSample) -> TokenSample:
+        """Its seventh token made by an expert that was not among the chosen."""
+        routes = sample.expert_routing.copy()
+        routes[6, 1, 0] = next(e for e in range(4) if e not in routes[6, 1])
+        return dataclasses.replace(sample, expert_routing=routes)
+
+    changed = [
+        dataclasses.replace(
+            group,
+            episodes=tuple(
+                dataclasses.replace(one, samples=tuple(map(other_expert, one.samples))) for one in group.episodes
+            ),
+        )
+        for group in groups
+    ]
+    gaps = np.abs(log_ratios(changed, folder)).reshape(9, 12)
+    # What comes before a changed token, and in another sequence, stays as it was.
+    assert gaps[:, :6].max() < 1e-4 and np.median(gaps[:, 6]) > 0.1
+
+
+async def test_routes_hold_through_gradient_checkpointing():
+    folder = folder_of("qwen3_moe")
+    engine = build_engine(folder=folder)
+    groups = await groups_of(engine, siblings(record_expert_routing=True))
+    await engine.close()
+    grads = []
+    for checkpointing in (False, True):
+        policy = Policy(load_model(folder, "float32"), logits_chunk=16, gradient_checkpointing=checkpointing)
+        advantages = [np.ones(3, dtype=np.float32)] * 3
+        ((batch,),) = make_batches(groups, advantages, TrainingConfig(), max_length=64)
+        assert (batch.expert_routing >= 0).any() and (batch.expert_routing == -1).any()
+        logprobs, _ = policy.logprobs(batch)
+        logprobs.sum().backward()
+        grads.append(torch.cat([p.grad.flatten() for p in policy.model.parameters() if p.grad is not None]))
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-4, atol=1e-5)

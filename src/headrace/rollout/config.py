@@ -63,6 +63,8 @@ class SamplingConfig(Config):
     """The only ids that may come, end tokens included; empty allows all."""
     record_sampling_mask: bool = False
     """Keep which tokens each one was drawn from, so that the trainer computes probabilities over the same set."""
+    record_expert_routing: bool = False
+    """Keep which experts made each token (mixture-of-experts models), so that the trainer computes with the same ones."""
 
 
 class EngineConfig(Config):

@@ -205,11 +205,25 @@ def _pack(rows: Sequence[_Row], shared: Sequence[int], counts: BatchCounts) -> T
         temperatures=np.array([row.sample.sampling.temperature for row in rows], dtype=np.float32),
         counts=counts,
         sampling_mask=_sampling_mask(rows),
+        expert_routing=_expert_routing(rows, target_rows, total),
     )
 
 
 def _of_targets(rows: Sequence[_Row], name: str, dtype: type) -> Array:
     return np.concatenate([np.asarray(getattr(row.sample, name))[row.targets] for row in rows]).astype(dtype)
+
+
+def _expert_routing(rows: Sequence[_Row], target_rows: Sequence[Array], inputs: int) -> Array | None:
+    """[N, layers, top_k] experts of the inputs that predict targets, -1 for all others. None when nothing was recorded."""
+    recorded = next((row.sample.expert_routing for row in rows if row.sample.expert_routing is not None), None)
+    if recorded is None:
+        return None
+    routes = np.full((inputs, *recorded.shape[1:]), -1, dtype=np.int16)
+    for row, at in zip(rows, target_rows, strict=True):
+        if row.sample.expert_routing is not None:
+            sampled = np.cumsum(np.asarray(row.sample.loss_mask) != 0) - 1
+            routes[at] = row.sample.expert_routing[sampled[row.targets]]
+    return routes
 
 
 def _sampling_mask(rows: Sequence[_Row]) -> SamplingMask | None:

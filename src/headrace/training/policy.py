@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.errors import ModelError
+from headrace.models.routers import Routers
 from headrace.training.logprobs import Head, logit_rows, target_logprobs
 from headrace.training.packed import ATTENTION_NAME, register, tree_attention
 from headrace.types import BatchCounts, TokenBatch
@@ -33,6 +34,7 @@ class Policy:
             enable({"use_reentrant": False})
         # Checkpointing acts in training mode only; nothing else depends on the mode once dropout is off.
         model.train(gradient_checkpointing)
+        self._routers = Routers.of(model)
         self._scale = _logit_scale(model.config)
         self._softcap = getattr(model.config, "final_logit_softcapping", None)
 
@@ -50,6 +52,10 @@ class Policy:
         ids = torch.from_numpy(np.asarray(batch.token_ids, dtype=np.int64)).to(self.device)
         positions = torch.from_numpy(np.asarray(batch.position_ids, dtype=np.int64)).to(self.device)
         tree = tree_attention(batch, self.device)
+        if self._routers:
+            routes = batch.expert_routing
+            # It stays until the next batch: gradient checkpointing computes this one again.
+            self._routers.forced = torch.from_numpy(routes).to(self.device, torch.int64) if routes is not None else None
         output = self.model.base_model(
             input_ids=ids[None], position_ids=positions[None], use_cache=False, tree=tree, attention_mask=None
         )

@@ -20,7 +20,8 @@ from headrace.types import GenerateRequest, Generation, RequestKey, SamplingPara
 torch.set_num_threads(1)
 
 VOCAB, END = 97, 1
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma", "gemma2", "gemma3", "phi3")
+EXPERTS = ("qwen3_moe", "mixtral")
 FAST = ("llama", "qwen2", "qwen3")
 BUILDERS = {"native": build_native, "hf": build_hf}
 
@@ -48,6 +49,13 @@ def build_model(family: str, seed: int = 0, **changes):
         "qwen2": (t.Qwen2ForCausalLM, t.Qwen2Config, {"tie_word_embeddings": True}),
         "qwen3": (t.Qwen3ForCausalLM, t.Qwen3Config, {"head_dim": 12}),
         "qwen3_moe": (t.Qwen3MoeForCausalLM, t.Qwen3MoeConfig, {"head_dim": 8, **experts}),
+        "mixtral": (
+            t.MixtralForCausalLM,
+            t.MixtralConfig,
+            {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+        ),
+        # Half of each head is turned, and it looks back a window.
+        "phi3": (t.Phi3ForCausalLM, t.Phi3Config, {"partial_rotary_factor": 0.5, "sliding_window": 12}),
         "gemma": (t.GemmaForCausalLM, t.GemmaConfig, {"head_dim": 8, "tie_word_embeddings": True}),
         "gemma2": (t.Gemma2ForCausalLM, t.Gemma2Config, {"head_dim": 8, "sliding_window": 8}),
         "gemma3": (t.Gemma3ForCausalLM, t.Gemma3TextConfig, {"head_dim": 8, "sliding_window": 8}),

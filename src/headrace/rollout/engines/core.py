@@ -45,6 +45,7 @@ class Core(ABC):
         self.weights = weights
         self.max_running = max_running
         self.recompute_on_swap = kv_on_swap == "recompute"
+        self.has_experts = False
         self.version = NO_VERSION
         self.staged: tuple[int, Any] | None = None
         self.spare: Any = None
@@ -74,6 +75,7 @@ class Core(ABC):
             context_length=self.longest(),
             end_ids=self.facts.end_ids,
             has_tokenizer=self.facts.tokenizer is not None,
+            has_experts=self.has_experts,
         )
         if sequence.finish_reason is not None:
             listener(sequence, None)
@@ -153,13 +155,16 @@ class Core(ABC):
                 reporter(sequence.generation(sequence.reported))
                 sequence.reported = sequence.count
 
-    def draw(self, sequences: list[Sequence], logits: Any) -> None:
-        """[R, V] logits into one more token of each of R sequences, stamped with the live version."""
+    def draw(self, sequences: list[Sequence], logits: Any, routes: Any = None) -> None:
+        """[R, V] logits into one more token of each of R sequences, stamped with the live version.
+
+        routes: [R, layers, top_k] experts of the rows that gave the logits, for models that have them
+        """
         draws = [
             Draw(one.request.sampling, one.uniform(), one.banned(), record=one.masks is not None, seen=one.ids)
             for one in sequences
         ]
-        for sequence, drawn in zip(sequences, self.sample(logits, draws), strict=True):
+        for row, (sequence, drawn) in enumerate(zip(sequences, self.sample(logits, draws), strict=True)):
             if drawn is None:
                 self.finish(
                     sequence,
@@ -167,7 +172,8 @@ class Core(ABC):
                     PartFailed(f"request {sequence.request_id}: logits of version {self.version} are not finite"),
                 )
                 continue
-            sequence.append(drawn.token, drawn.logprob, self.version, drawn.kept)
+            chosen = routes[row] if routes is not None else None
+            sequence.append(drawn.token, drawn.logprob, self.version, drawn.kept, chosen)
             self.generated_tokens += 1
             if check_finish(sequence, self.facts.tokenizer):
                 self.finish(sequence)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from headrace.models.routers import Routers
 from headrace.protocols import WorkerContext
 from headrace.rollout.config import EngineConfig
 from headrace.rollout.engines.core import Core
@@ -27,6 +28,7 @@ class HfCore(Core):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._plan = ModelPlan(self.weights)
+        self.has_experts = bool(Routers.of(self.weights))
 
     @torch.inference_mode()
     def advance(self) -> None:
@@ -39,7 +41,8 @@ class HfCore(Core):
         for sequence in list(self.running):
             sequence.started = True
             logits = self.weights(input_ids=torch.tensor([sequence.ids]), use_cache=False, logits_to_keep=1).logits
-            self.draw([sequence], logits[0])
+            routers = Routers.of(self.weights)
+            self.draw([sequence], logits[0], routers.rows(slice(-1, None)) if routers else None)
         self.decode_s += time.perf_counter() - start
 
     @torch.inference_mode()

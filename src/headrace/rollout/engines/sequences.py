@@ -24,6 +24,7 @@ class Sequence:
     limit: most sampled tokens (max_tokens, or less where the context ends)
     stop_ids: end tokens of the model and of the request
     masks: [kept ids] for each sampled token, when they are recorded
+    routes: [layers, top_k] experts for each sampled token, when they are recorded
     arrival: grows with each submitted request; a larger number is preempted first
     """
 
@@ -37,6 +38,7 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     masks: list[np.ndarray] | None = None
+    routes: list[np.ndarray] | None = None
     started: bool = False
     """A forward pass worked for it in this try."""
     reported: int = 0
@@ -60,12 +62,16 @@ class Sequence:
         """Sampled tokens, a resumed prefix included."""
         return len(self.ids) - self.prompt_length
 
-    def append(self, token: int, logprob: float, version: int, mask: np.ndarray | None) -> None:
+    def append(
+        self, token: int, logprob: float, version: int, mask: np.ndarray | None, routes: np.ndarray | None
+    ) -> None:
         self.ids.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
         if self.masks is not None:
             self.masks.append(mask)
+        if self.routes is not None:
+            self.routes.append(routes)
 
     def banned(self) -> tuple[int, ...]:
         """Ids that may not be sampled next: end tokens while `min_tokens` is not reached."""
@@ -86,6 +92,7 @@ class Sequence:
             sampling=self.request.sampling,
             matched_stop=self.matched_stop,
             sampling_mask=join_masks(self.masks[start:]) if self.masks is not None else None,
+            expert_routing=np.stack(self.routes[start:]) if self.routes and len(self.routes) > start else None,
             kv_handle=self.kv_handle,
         )
 
@@ -124,7 +131,13 @@ def truncates(request: GenerateRequest) -> bool:
 
 
 def open_sequence(
-    request: GenerateRequest, *, vocab_size: int, context_length: int, end_ids: tuple[int, ...], has_tokenizer: bool
+    request: GenerateRequest,
+    *,
+    vocab_size: int,
+    context_length: int,
+    end_ids: tuple[int, ...],
+    has_tokenizer: bool,
+    has_experts: bool,
 ) -> Sequence:
     """A sequence at its start, or at the end of its resumed prefix. Raises RequestRefused for what can never be served."""
     sampling, prompt = request.sampling, [int(i) for i in np.asarray(request.prompt_ids).reshape(-1)]
@@ -159,6 +172,7 @@ def open_sequence(
         stop_ids=stop_ids,
         seed=_seed_of(request),
         masks=[] if sampling.record_sampling_mask and truncates(request) else None,
+        routes=[] if sampling.record_expert_routing and has_experts else None,
     )
     if request.prefix is not None:
         _resume(sequence, request.prefix)
@@ -183,6 +197,12 @@ def _resume(sequence: Sequence, prefix: Generation) -> None:
     elif sequence.masks is not None and sequence.count:
         raise RequestRefused(
             f"request {sequence.request_id}: its prefix has no sampling mask, so the whole can have none"
+        )
+    if sequence.routes is not None and prefix.expert_routing is not None:
+        sequence.routes.extend(prefix.expert_routing)
+    elif sequence.routes is not None and sequence.count:
+        raise RequestRefused(
+            f"request {sequence.request_id}: its prefix has no expert routes, so the whole can have none"
         )
     sequence.reported = sequence.count
     if sequence.count:

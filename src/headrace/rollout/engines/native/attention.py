@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -45,6 +46,8 @@ class Pass:
     lengths: torch.Tensor | None
     logit_rows: torch.Tensor
     one_by_one: bool = False
+    routes: np.ndarray | None = None
+    """[R, layers, top_k] experts of the rows whose logits are wanted, once a model that has them was run."""
     _biases: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def decode_bias(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:

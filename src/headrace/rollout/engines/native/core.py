@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from headrace.protocols import WorkerContext
 from headrace.rollout.config import EngineConfig
 from headrace.rollout.engines.core import Core
 from headrace.rollout.engines.models import ModelFacts
-from headrace.rollout.engines.native.attention import KeyValues
+from headrace.rollout.engines.native.attention import KeyValues, Pass
 from headrace.rollout.engines.native.batches import FIXED_PREFILL, Batcher, Piece
 from headrace.rollout.engines.native.blocks import BlockTable, Match
 from headrace.rollout.engines.sampling import Draw, Drawn
 from headrace.rollout.engines.sequences import Sequence
 
 _DEFAULT_KV_TOKENS = 32_768
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """What the forward pass said after the last token of a prompt: logits [V], experts [layers, top_k]."""
+
+    logits: torch.Tensor
+    routes: np.ndarray | None
 
 
 class NativeCore(Core):
@@ -35,6 +45,7 @@ class NativeCore(Core):
     ) -> None:
         super().__init__(context, facts, weights, channel, kv_on_swap, engine.max_running)
         self._builder = builder
+        self.has_experts = bool(getattr(weights, "routers", None))
         self.block_size = engine.block_size
         tokens = engine.kv_tokens or min(engine.max_running * facts.context_length, _DEFAULT_KV_TOKENS)
         blocks = max(1, -(-tokens // self.block_size) if not engine.kv_tokens else tokens // self.block_size)
@@ -100,12 +111,12 @@ class NativeCore(Core):
             batch = self.batcher.fixed_piece(*pieces[0])
         else:
             batch = self.batcher.fixed_decode(decoding, self.max_running)
-        logits = self.weights.forward(batch, self.store)
+        logits, routes = self.weights.forward(batch, self.store), batch.routes
         drawing = []
         for sequence, count in pieces:
             sequence.kv_length += count
             caught_up = sequence.kv_length == len(sequence.ids)
-            self._computed(sequence, logits[len(drawing)] if caught_up else None)
+            self._computed(sequence, batch, logits[len(drawing)] if caught_up else None, len(drawing))
             if caught_up:
                 drawing.append(sequence)
         rows = list(range(len(drawing)))
@@ -116,7 +127,8 @@ class NativeCore(Core):
                 drawing.append(sequence)
                 rows.append(row)
         if drawing:
-            self.draw(drawing, logits[: len(rows)] if rows[-1] == len(rows) - 1 else logits[rows])
+            taken = slice(len(rows)) if rows[-1] == len(rows) - 1 else rows
+            self.draw(drawing, logits[taken], routes[taken] if routes is not None else None)
 
     def sample(self, logits: Any, draws: list[Draw]) -> list[Drawn | None]:
         if not self.fixed:
@@ -151,7 +163,9 @@ class NativeCore(Core):
                 drawing.append((sequence, match.end))
         self.running.sort(key=lambda one: one.arrival)
         if drawing:
-            self.draw([one for one, _ in drawing], torch.stack([logits for _, logits in drawing]))
+            routes = [end.routes for _, end in drawing]
+            logits = torch.stack([end.logits for _, end in drawing])
+            self.draw([one for one, _ in drawing], logits, routes if self.has_experts else None)
 
     def _worth_waiting(self, ids: list[int], known: int) -> bool:
         """Whether someone is computing a further block, or all the rest, of these very tokens."""
@@ -201,10 +215,12 @@ class NativeCore(Core):
                     self.requeue(max(self.running, key=lambda one: one.arrival))
         return [one for one in decoding if one in self.running]
 
-    def _computed(self, sequence: Sequence, logits: Any) -> None:
+    def _computed(self, sequence: Sequence, batch: Pass, logits: torch.Tensor | None, row: int) -> None:
         """A piece of it is there, and maybe what comes next: siblings and later requests may share both."""
         if sequence.kv_pure and not (self.fixed and sequence.kv_length > sequence.prompt_length):
-            end = logits.clone() if logits is not None and sequence.count == 0 else None
+            end = None
+            if logits is not None and sequence.count == 0:
+                end = End(logits.clone(), batch.routes[row] if batch.routes is not None else None)
             self.table.remember(sequence.ids[: sequence.kv_length], sequence.blocks, end)
 
     # --------------------------------------------------------------------------------------------- keys and values

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from headrace.errors import ModelError
+from headrace.models.routers import Routers
 from headrace.rollout.engines.models import ModelPlan, copy_into
 from headrace.rollout.engines.native.attention import KeyValues, Pass, attend
 
@@ -60,10 +61,11 @@ class GenericWeights:
 
     def __init__(self, model: Any) -> None:
         self.model = model
+        self.routers = Routers.of(model)
 
     def forward(self, batch: Pass, store: KeyValues) -> torch.Tensor:
         """[R, V] logits of the rows that the pass asks for."""
-        return self.model(
+        logits = self.model(
             input_ids=batch.token_ids[None],
             position_ids=batch.positions[None],
             use_cache=False,
@@ -71,6 +73,9 @@ class GenericWeights:
             headrace_pass=batch,
             headrace_store=store,
         ).logits[0]
+        if self.routers:
+            batch.routes = self.routers.rows(batch.logit_rows)
+        return logits
 
 
 def build(plan: ModelPlan, tensors: Mapping[str, torch.Tensor], spare: GenericWeights | None) -> GenericWeights:
