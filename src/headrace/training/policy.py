@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.errors import ModelError
-from headrace.models.routers import Routers
+from headrace.policies.routers import Routers
 from headrace.training.logprobs import Head, logit_rows, target_logprobs
 from headrace.training.packed import ATTENTION_NAME, register, tree_attention
 from headrace.types import BatchCounts, TokenBatch

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headrace.errors import ModelError, RequestRefused
-from headrace.models.routers import Routers
+from headrace.policies.routers import Routers
 from rollout.engines.engine_models import EXPERTS, ask, build_engine, build_model, endless, folder_of, prompt_of
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headrace.models.routers import Routers
+from headrace.policies.routers import Routers
 from headrace.protocols import WorkerContext
 from headrace.rollout.config import EngineConfig
 from headrace.rollout.engines.core import Core

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from headrace.errors import ModelError
-from headrace.models.routers import Routers
+from headrace.policies.routers import Routers
 from headrace.rollout.engines.models import ModelPlan, copy_into
 from headrace.rollout.engines.native.attention import KeyValues, Pass, attend
 
