@@ -38,6 +38,7 @@ from headrace.orchestrator.learner import GroupKeeper, TokenLearner
 from headrace.orchestrator.narrator import Narrator
 from headrace.orchestrator.parts import Parts
 from headrace.orchestrator.runtimes.worker import calm_garbage_collection
+from headrace.orchestrator.turns import Turns
 from headrace.orchestrator.weight_sync import WeightSync
 from headrace.protocols import Resources, Runtime, TaskSource
 from headrace.rollout.partial import PARTIAL_POLICIES
@@ -156,15 +157,18 @@ class Assembly:
         )
         if restored is not None:
             self.narrator.tally.restore(restored.flow.get("tally", {}))
+        sync = self._weight_sync(dispatcher, parts.rollout)
+        shared_devices = config.placement == "colocated" and self.only is None
         controller = Controller(
             self._settings(),
             buffer,
             dispatcher,
-            self._weight_sync(dispatcher, parts.rollout),
+            sync,
             parts.rollout,
             parts.learner,
             self.narrator,
             spawn_engine=parts.spawn_engine,
+            turns=Turns(sync, parts.backend) if shared_devices else None,
             step=restored.step if restored else 0,
         )
         self.narrator.attach(controller)

@@ -40,7 +40,8 @@ class RunConfig(Config):
     seed: Annotated[int, Meta(ge=0)] = 0
     """Decides the order of tasks, sampling and the built-in `tiny` model."""
     placement: Literal["sync", "colocated", "separate"] = "separate"
-    """sync: generation and training alternate; separate: both run all the time."""
+    """sync: generation and training alternate; colocated: the same, on one set of devices, so that each gives its memory
+    up for the other; separate: both run all the time."""
     runtime: Literal["auto", "local", "processes", "simulated", "ray"] = "auto"
     """auto: local for sync, processes for separate."""
     model: ModelConfig = ModelConfig()
@@ -211,7 +212,7 @@ def available() -> dict[str, tuple[str, ...]]:
     from headrace.exchange.stores import AVAILABLE as stores
 
     return {
-        "placement": ("sync", "separate"),
+        "placement": ("sync", "colocated", "separate"),
         "runtime": ("local", "processes"),
         "buffer.store": stores,
         "weights.channel": channels,
@@ -266,6 +267,11 @@ def _check_flow(config: RunConfig) -> None:
         raise ConfigError(
             "buffer.depth",
             f'found "{depth}" with placement = "{placement}", which never runs ahead; use none (or leave it out), or placement = "separate"',
+        )
+    if placement == "colocated" and config.training.stream_groups:
+        raise ConfigError(
+            "training.stream_groups",
+            f'found {config.training.stream_groups} with placement = "colocated", where the engine sleeps while the trainer works; use 0',
         )
     if depth == "stream" and _no_staleness_switch(config):
         raise ConfigError(
@@ -421,6 +427,10 @@ def _check_control(config: RunConfig, only: Only | None) -> None:
         raise ConfigError(
             "weights.interruption", 'found "abort" with env.id: half a trajectory is none; use never, drain or barrier'
         )
+    if config.placement == "colocated":
+        raise ConfigError("placement", 'found "colocated" with env.id, whose policies have no memory to give up; use sync')
+    if config.training.stream_groups:
+        raise ConfigError("training.stream_groups", f"found {config.training.stream_groups} with env.id; use 0")
     if policy.recurrent != "none" and policy.shared == "no":
         raise ConfigError("policy.shared", 'found "no" with policy.recurrent, whose memory both need; use auto or yes')
     if policy.recurrent != "none" and policy.network != "auto":

@@ -408,6 +408,15 @@ class TrainBackend(Protocol):
         """Send the current weights through this backend's channel as `version`."""
         ...
 
+    async def offload(self) -> None:
+        """Leave the device to the engines (`placement = "colocated"`): gradients are freed, the optimiser's state moved
+        away, the weights stay. Idempotent, as is `onload`."""
+        ...
+
+    async def onload(self) -> None:
+        """Be ready to train again."""
+        ...
+
     async def save(self, folder: str) -> None:
         """Weights as a plain Hugging Face folder, and optimiser, schedule and random state beside them."""
         ...

@@ -7,6 +7,7 @@ import pytest
 
 from exchange.units import buffer, group
 from flow.harness import Plan, assert_laws, simulate
+from headrace.errors import Starved
 from headrace.exchange.staleness import Capacity
 from headrace.rollout.engines.scripted import ScriptedCosts
 
@@ -37,12 +38,15 @@ def test_v3_room_does_not_grow_with_the_version(version):
 @pytest.mark.parametrize("share", [0.3, 0.7, 1.0])
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_v4_groups_filtered_at_random_up_to_all_of_them_leak_no_room(share, ahead):
-    plan = Plan(drop_share=share, steps=8, ahead=ahead)
+    plan = Plan(drop_share=share, steps=8, ahead=ahead, max_dropped=200)
     outcome = simulate(plan)
-    assert outcome.error is None and outcome.state == "finished"
     assert_laws(plan, outcome)
     ledger = outcome.controller.ledger
-    assert ledger.trained == 8 * plan.batch and ledger.dropped["filtered"] > 0
+    assert ledger.dropped["filtered"] > 0
+    if share == 1.0:
+        assert isinstance(outcome.error, Starved) and not ledger.trained
+    else:
+        assert outcome.error is None and outcome.controller.step == 8
     assert outcome.controller.buffer.capacity.room(running=0, held=len(ledger.in_flight)) == (1 + ahead) * plan.batch
 
 
@@ -53,7 +57,7 @@ def test_v6_a_generation_interrupted_many_times_keeps_one_budget():
         ahead=3,
         steps=12,
         train_s=0.05,
-        costs=ScriptedCosts(length=64, length_sigma=0.0, token_s=0.05),
+        costs=ScriptedCosts(length=60, length_sigma=0.8, token_s=0.1),
     )
     outcome = simulate(plan)
     assert outcome.error is None
@@ -61,7 +65,7 @@ def test_v6_a_generation_interrupted_many_times_keeps_one_budget():
     samples = [episode.samples[0] for b in outcome.learner.batches for g in b for episode in g.episodes]
     interrupted = [s for s in samples if len(np.unique(s.policy_versions[s.loss_mask == 1])) > 2]
     assert interrupted, "some were cut at least twice"
-    assert {s.completion_length for s in samples} == {64}
+    assert max(s.completion_length for s in samples) == 64 == max(s.completion_length for s in interrupted)
 
 
 @pytest.mark.parametrize("engines", [1, 3])

@@ -21,6 +21,7 @@ from headrace.orchestrator.controller import Controller, FlowSettings, StepRepor
 from headrace.orchestrator.dispatcher import Dispatcher, EngineSlot
 from headrace.orchestrator.runtimes.local import LocalRuntime
 from headrace.orchestrator.runtimes.simulated import run_simulated
+from headrace.orchestrator.turns import Turns
 from headrace.orchestrator.weight_sync import WeightSync
 from headrace.protocols import Lease, RewardRequest, Turn
 from headrace.rollout.config import GroupConfig
@@ -52,6 +53,7 @@ class Plan:
     on_stale: str = "drop"
     cancel_group: bool = False
     stream_groups: int = 0
+    colocated: bool = False
     refill_limit: int = 4
     tasks: int | None = None
     train_s: float = 1.0
@@ -137,9 +139,21 @@ class TimedLearner:
         self.batches: list[list[Group]] = []
         self.begun: list[str] = []
         self.published: list[int] = []
+        self.resident = True
+        """Whether it is its turn on devices that it shares."""
 
     def unwanted(self, units: Sequence[Any]) -> list[bool]:
         return [self.rng.random() < self.plan.drop_share for _ in units]
+
+    name, pid = "trainer", None
+
+    async def onload(self) -> None:
+        await asyncio.sleep(0.2)
+        self.resident = True
+
+    async def offload(self) -> None:
+        await asyncio.sleep(0.2)
+        self.resident = False
 
     async def begin(self, units: Sequence[Any]) -> None:
         await asyncio.sleep(self.plan.train_s * len(units) / self.plan.batch)
@@ -150,6 +164,7 @@ class TimedLearner:
             assert sorted(self.begun) == sorted(unit.unit_id for unit in units), "each unit's gradient once"
             self.begun.clear()
         else:
+            assert self.resident, "trains while the engines have the devices"
             await asyncio.sleep(self.plan.train_s)
         self.batches.append(list(units))
         return {}
@@ -324,6 +339,7 @@ async def _simulate(plan: Plan) -> Outcome:
         learner,
         watcher,
         spawn_engine=spawn,
+        turns=Turns(sync, learner) if plan.colocated else None,
     )
 
     def kill_one() -> None:

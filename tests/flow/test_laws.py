@@ -20,7 +20,8 @@ PAIRS = [(interruption, partial) for interruption, partials in VALID_PAIRS.items
 @st.composite
 def plans(draw) -> Plan:
     interruption, partial = draw(st.sampled_from(PAIRS))
-    ahead = draw(st.sampled_from([0, 1, 2, 4, None]))
+    colocated = interruption != "never" and draw(st.booleans())
+    ahead = 0 if colocated else draw(st.sampled_from([0, 1, 2, 4, None]))
     every = draw(st.integers(1, 3))
     every = min(every, 1 + ahead) if ahead is not None else every
     size = draw(st.integers(1, 4))
@@ -44,7 +45,8 @@ def plans(draw) -> Plan:
         max_version_lag=lag,
         on_stale=draw(st.sampled_from(["drop", "recycle"])),
         cancel_group=lag is not None and draw(st.booleans()),
-        stream_groups=draw(st.sampled_from([0, 0, 1, 2])),
+        colocated=colocated,
+        stream_groups=0 if colocated else draw(st.sampled_from([0, 0, 1, 2])),
         refill_limit=draw(st.sampled_from([0, 1, 4])),
         tasks=draw(st.sampled_from([None, None, 0, 1, 7])),
         train_s=draw(st.sampled_from([0.01, 0.5, 5.0])),

@@ -31,6 +31,7 @@ from headrace.exchange.buffer import LeaseBuffer
 from headrace.exchange.ledger import RECYCLED, TRAINED
 from headrace.orchestrator.dispatcher import Dispatcher, EngineSlot
 from headrace.orchestrator.learner import Learner
+from headrace.orchestrator.turns import Turns
 from headrace.orchestrator.weight_sync import SyncTimes, WeightSync
 from headrace.protocols import Lease
 from headrace.types import NO_VERSION, Event, Metrics, Unit
@@ -105,6 +106,7 @@ class Controller:
     """Owns admission, ledger, staleness and version numbers; everything else holds bytes or does work.
 
     spawn_engine: builds a replacement for a fenced engine; None: engines are never replaced
+    turns: engines and trainer share their devices; None: each has its own
     """
 
     def __init__(
@@ -118,11 +120,12 @@ class Controller:
         observer: FlowObserver,
         *,
         spawn_engine: Callable[[str], Awaitable[EngineSlot]] | None = None,
+        turns: Turns | None = None,
         step: int = 0,
     ) -> None:
         self.settings, self.buffer, self.dispatcher, self.weight_sync = settings, buffer, dispatcher, sync
         self.rollout, self.learner, self.observer = rollout, learner, observer
-        self.spawn_engine = spawn_engine
+        self.spawn_engine, self.turns = spawn_engine, turns
         self.ledger, self.versions = buffer.ledger, buffer.versions
         self.step = step
         buffer.wanted = self._wanted()
@@ -278,7 +281,11 @@ class Controller:
             for lease in leases:
                 self._event("taken", lease.lease_id, self.versions.version)
             self.waits["trainer"] = "trains"
+            if self.turns is not None:
+                await self._trainer(self.turns.to_training())
             metrics = await self._trainer(self.learner.train(units))
+            if self.turns is not None:
+                metrics = {**metrics, **self.turns.metrics()}
             trained = loop.time()
             self.step += 1
             self.buffer.mark_trained(leases)
@@ -379,6 +386,8 @@ class Controller:
         version = self.versions.version
         self.observer.version_written(version)
         ticket = await self._trainer(self.learner.publish(version))
+        if self.turns is not None:
+            await self._trainer(self.turns.to_generation())
         self._publishing = asyncio.create_task(self._make_live(ticket, self.step), name=f"sync {version}")
         self._publishing.add_done_callback(self._notice)
         return waited

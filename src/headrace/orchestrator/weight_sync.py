@@ -65,7 +65,7 @@ class WeightSync:
             prepared = clock()
             if self.interruption.drain:
                 self.dispatcher.close_gate()
-                await self._drain()
+                await self.drain()
             drained = clock()
             await self._all(lambda slot: self._commit(slot, ticket), self.commit_timeout_s, "commit")
             self.live_version = ticket.version
@@ -104,7 +104,7 @@ class WeightSync:
 
         await asyncio.gather(*(one(slot) for slot in self.dispatcher.live()))
 
-    async def _drain(self) -> None:
+    async def drain(self) -> None:
         """Wait for what runs on engines. Past the deadline the rest is aborted: a healthy engine is not given up for it."""
         try:
             await with_deadline(self.dispatcher.drained(), self.drain_timeout_s, "drain")

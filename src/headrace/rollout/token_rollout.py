@@ -185,7 +185,8 @@ class TokenRollout:
                 self._note(ended.popleft(), members, done, failures)
                 if self.group.size - len(failures) < self.min_complete:
                     return
-            if not waiting or self.open_time() >= deadline:
+            # A rest that is lost when it is added to the clock would be waited for again and again.
+            if not waiting or self.open_time() >= deadline - 1e-6:
                 return
             await changed.wait(deadline - self.open_time())
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from headrace.training.config import OptimizerConfig
@@ -27,13 +29,28 @@ class FlatParameters:
             self.offsets.append(self.offsets[-1] + -(-p.numel() // ALIGNMENT) * ALIGNMENT)
         self.values = torch.zeros(self.offsets[-1], dtype=first.dtype, device=first.device)
         self.grads = torch.zeros_like(self.values)
+        self._parameters = parameters
         for p, start in zip(parameters, self.offsets[:-1], strict=True):
             view = self.values[start : start + p.numel()].view(p.shape)
             view.copy_(p.data)
             p.data = view
-            p.grad = self.grads[start : start + p.numel()].view(p.shape)
+        self.bind_grads()
         self.master = self.values if first.dtype == torch.float32 else self.values.float()
-        self._parameters = parameters
+
+    def bind_grads(self) -> None:
+        """Make the parameters' gradients views of `grads`."""
+        for p, start in zip(self._parameters, self.offsets[:-1], strict=True):
+            p.grad = self.grads[start : start + p.numel()].view(p.shape)
+
+    def release_grads(self) -> None:
+        """Give the gradients' memory back; nothing may be accumulated until `allocate_grads`."""
+        for p in self._parameters:
+            p.grad = None
+        self.grads = self.values.new_empty(0)
+
+    def allocate_grads(self) -> None:
+        self.grads = torch.zeros_like(self.values)
+        self.bind_grads()
 
     def load(self) -> None:
         """Take over weights that were written into the model's parameters."""
@@ -60,6 +77,7 @@ class FlatAdamW:
     def __init__(self, flat: FlatParameters, config: OptimizerConfig, total_steps: int) -> None:
         self.flat, self.config, self.total_steps = flat, config, total_steps
         self.attempts = 0
+        self._away: Path | dict[str, Tensor] | None = None
         self._target = nn.Parameter(flat.master, requires_grad=True)
         self._adam = torch.optim.AdamW(
             [self._target],
@@ -90,6 +108,26 @@ class FlatAdamW:
             self.flat.values.copy_(self.flat.master)
         grads.zero_()
         return norm, rate, True
+
+    def offload(self, folder: Path) -> None:
+        """Take the moments off the device: to host memory; from a CPU, whose memory that is, to a file in `folder`."""
+        moments = self._adam.state.pop(self._target, None)
+        if moments is None:
+            return
+        if self._target.device.type == "cpu":
+            self._away = folder / "moments.safetensors"
+            save_file(moments, self._away)
+        else:
+            self._away = {name: tensor.to("cpu") for name, tensor in moments.items()}
+
+    def onload(self) -> None:
+        """Bring the moments back."""
+        away, self._away = self._away, None
+        if away is None:
+            return
+        moments = load_file(away) if isinstance(away, Path) else away
+        # Fused AdamW keeps its step count on the device too.
+        self._adam.state[self._target] = {name: tensor.to(self._target.device) for name, tensor in moments.items()}
 
     def state(self) -> dict[str, Tensor]:
         """Tensors to save."""

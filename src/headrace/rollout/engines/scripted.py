@@ -1,15 +1,22 @@
 """Requests into made-up generations that only cost time: the engine of the flow's tests and of the simulator.
 
-Lengths and token ids follow from the request's seed alone, so a run repeats. A token takes `token_s`, a prompt
-`prefill_s`; every token is stamped with the version that the engine runs when the token is due.
+The cost is processor sharing: all running requests advance together, at a pace that follows from how many they are. One
+timer stands for the next request to end; it is set anew when one is admitted, ends or is cut off, never token by token.
+`progress` counts the tokens that a request which had run from the start would have by now; a request that began at b has
+``floor(progress - b)`` of them, and versions are kept as runs: where `progress` stood at each swap.
+
+Lengths and token ids follow from the request's seed alone, so a run repeats.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
+import math
 import random
+from collections import deque
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -25,38 +32,52 @@ from headrace.types import (
     WeightTicket,
 )
 
+ROUNDING = 1e-6
+"""Tokens: what sums of floating-point progress may be off by."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptedCosts:
-    """Seconds, and the spread of lengths: log-normal with median `length`, cut at max_tokens."""
+    """Seconds, and the spread of lengths.
+
+    token_s: one decoding step when nothing else runs; token_s_each: what every further running request adds to it
+    prefill_s: one prompt, during which nothing is decoded; a prompt that siblings share is computed once
+    max_running: requests decoded side by side, the others wait; 0 sets no bound
+    length, length_sigma: log-normal with that median, cut at max_tokens; runaway: share that goes on to max_tokens
+    """
 
     token_s: float = 0.02
+    token_s_each: float = 0.0
     prefill_s: float = 0.05
     prepare_s: float = 0.1
     commit_s: float = 0.001
+    wake_s: float = 0.0
+    max_running: int = 0
     length: float = 16.0
     length_sigma: float = 0.6
+    runaway: float = 0.0
     context_length: int = 1_000_000
+
+    def step_s(self, running: int) -> float:
+        """Seconds in which each of so many requests gets one token."""
+        return self.token_s + self.token_s_each * (running - 1)
 
 
 @dataclass(slots=True, eq=False)
 class _Running:
+    """begin: the engine's progress when its first own token's turn began; first_run: index of the version live then."""
+
     request: GenerateRequest
     length: int
-    token_ids: list[int]
-    logprobs: list[float]
-    versions: list[int]
-    aborted: bool = False
-    wake: asyncio.Future[None] | None = field(default=None)
+    kept: int
+    done: asyncio.Future[None]
+    begin: float = -1.0
+    first_run: int = 0
+    cut: int | None = None
 
-    def result(self, finish_reason: FinishReason) -> Generation:
-        return Generation(
-            token_ids=np.array(self.token_ids, np.int64),
-            logprobs=np.array(self.logprobs, np.float32),
-            policy_versions=np.array(self.versions, np.int64),
-            finish_reason=finish_reason,
-            sampling=self.request.sampling,
-        )
+    @property
+    def end(self) -> float:
+        return self.begin + self.length - self.kept
 
 
 class ScriptedEngine:
@@ -65,15 +86,25 @@ class ScriptedEngine:
     def __init__(self, context: WorkerContext, costs: ScriptedCosts) -> None:
         self.context, self.costs = context, costs
         self.version = NO_VERSION
+        self.progress = 0.0
+        self.busy_s = 0.0
+        self._settled_at = self._stalled_until = 0.0
+        self._runs: deque[tuple[float, int]] = deque()
+        """(progress at the swap, version), oldest first; those that no running request needs are forgotten."""
+        self._forgotten_runs = 0
         self._staged: WeightTicket | None = None
         self._requests: dict[str, _Running] = {}
-        self._open = asyncio.Event()
-        self._open.set()
+        self._waiting: deque[_Running] = deque()
+        self._decoding: dict[_Running, None] = {}
+        self._ends: list[tuple[float, int, _Running]] = []
+        self._admitted = 0
+        self._prompts: dict[str, int] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._open = True
         self._idle = asyncio.Event()
         self._idle.set()
-        self._generated = 0
-        self._prompt_tokens = 0
-        self._swaps = 0
+        self._finished_tokens = self._prompt_tokens = self._swaps = 0
+        self._busy_since: float | None = None
 
     # ------------------------------------------------------------------------------------------------ generation
 
@@ -82,84 +113,162 @@ class ScriptedEngine:
             raise RequestRefused(
                 f"prompt of {len(request.prompt_ids)} tokens, context of {self.costs.context_length}: shorten the prompt"
             )
-        running = self._start(request)
-        self._idle.clear()
+        one = self._start(request)
         try:
-            await self._sleep(running, self.costs.prefill_s)
-            while len(running.token_ids) < running.length and not running.aborted:
-                await self._sleep(running, self.costs.token_s)
-                if running.aborted:
-                    break
-                if not self._open.is_set():
-                    await self._held(running)
-                    continue
-                self._sample(running)
+            await one.done
+            reason: FinishReason = "length" if one.length == request.sampling.max_tokens else "stop"
+            return self._result(one, "abort" if one.cut is not None else reason)
         finally:
-            del self._requests[request.request_id]
-            if not self._requests:
-                self._idle.set()
-        if running.aborted:
-            return running.result("abort")
-        return running.result("length" if running.length == request.sampling.max_tokens else "stop")
+            self._leave(one)
 
     def _start(self, request: GenerateRequest) -> _Running:
+        kept = len(request.prefix.token_ids) if request.prefix is not None else 0
+        one = _Running(request, self._length(request), kept, asyncio.get_running_loop().create_future())
+        self._requests[request.request_id] = one
+        self._idle.clear()
+        self._prompts[request.group_id] = self._prompts.get(request.group_id, 0) + 1
+        self._waiting.append(one)
+        self._settle()
+        self._reschedule()
+        return one
+
+    def _length(self, request: GenerateRequest) -> int:
+        costs, most = self.costs, request.sampling.max_tokens
         rng = random.Random(request.sampling.seed or 0)
-        drawn = round(self.costs.length * rng.lognormvariate(0.0, self.costs.length_sigma))
-        prefix = request.prefix
-        running = _Running(
-            request=request,
-            length=max(1, min(drawn, request.sampling.max_tokens)),
-            token_ids=prefix.token_ids.tolist() if prefix else [],
-            logprobs=prefix.logprobs.tolist() if prefix else [],
-            versions=prefix.policy_versions.tolist() if prefix else [],
+        drawn = round(min(costs.length * rng.lognormvariate(0.0, costs.length_sigma), most))
+        return most if costs.runaway and rng.random() < costs.runaway else max(1, drawn)
+
+    def _settle(self) -> None:
+        """Bring `progress` up to now."""
+        now = asyncio.get_running_loop().time()
+        if self._decoding and self._open:
+            decoding_s = now - max(self._settled_at, min(self._stalled_until, now))
+            self.progress += decoding_s / self.costs.step_s(len(self._decoding))
+        self._settled_at = now
+
+    def _reschedule(self) -> None:
+        """Let in what there is room for, and set the timer to the next end. Called after `_settle`."""
+        while self._open and self._waiting and not 0 < self.costs.max_running <= len(self._decoding):
+            self._admit(self._waiting.popleft())
+        now = self._settled_at
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        while self._ends and self._ends[0][2].done.done():
+            heapq.heappop(self._ends)
+        self._note_busy(bool(self._decoding) and self._open)
+        if self._ends and self._open:
+            tokens = max(0.0, self._ends[0][0] - self.progress)
+            due = max(now, self._stalled_until) + tokens * self.costs.step_s(len(self._decoding))
+            self._timer = asyncio.get_running_loop().call_at(due, self._due)
+
+    def _admit(self, one: _Running) -> None:
+        if self._prompts[one.request.group_id] > 0:  # the first of its group: the others find the prompt computed
+            self._prompts[one.request.group_id] = -self._prompts[one.request.group_id]
+            self._stalled_until = max(self._stalled_until, self._settled_at) + self.costs.prefill_s
+            self._prompt_tokens += len(one.request.prompt_ids)
+        one.begin, one.first_run = self.progress, self._forgotten_runs + max(0, len(self._runs) - 1)
+        self._decoding[one] = None
+        self._admitted += 1
+        heapq.heappush(self._ends, (one.end, self._admitted, one))
+
+    def _due(self) -> None:
+        self._timer = None
+        self._settle()
+        while self._ends and (self._ends[0][2].done.done() or self._ends[0][0] <= self.progress + ROUNDING):
+            _, _, one = heapq.heappop(self._ends)
+            if not one.done.done():
+                # The place is free at once, whenever the caller gets to run.
+                self._decoding.pop(one, None)
+                one.done.set_result(None)
+        self._reschedule()
+
+    def _sampled(self, one: _Running) -> int:
+        """Tokens that a request has by now, its prefix included."""
+        if one.cut is not None:
+            return one.cut
+        if one.begin < 0:
+            return one.kept
+        return min(one.length, one.kept + math.floor(self.progress - one.begin + ROUNDING))
+
+    def _leave(self, one: _Running) -> None:
+        self._settle()
+        self._finished_tokens += self._sampled(one) - one.kept
+        if one.cut is None and not (one.done.done() and not one.done.cancelled()):
+            one.cut = self._sampled(one)  # the caller is gone
+        one.done.cancel()
+        self._decoding.pop(one, None)
+        if one in self._waiting:
+            self._waiting.remove(one)
+        del self._requests[one.request.request_id]
+        group, count = one.request.group_id, self._prompts[one.request.group_id]
+        self._prompts[group] = count - (1 if count > 0 else -1)
+        if not self._prompts[group]:
+            del self._prompts[group]
+        if not self._requests:
+            self._idle.set()
+        self._forget_runs()
+        self._reschedule()
+
+    def _result(self, one: _Running, reason: FinishReason) -> Generation:
+        prefix, total = one.request.prefix, self._sampled(one) if reason == "abort" else one.length
+        own = total - one.kept
+        rng = np.random.default_rng(one.request.sampling.seed or 0)
+        token_ids, versions = rng.integers(1, 100, one.length)[one.kept : total], self._versions(one, own)
+        logprobs = np.full(own, -1.0, np.float32)
+        if prefix is not None:
+            token_ids = np.concatenate([prefix.token_ids, token_ids])
+            logprobs = np.concatenate([prefix.logprobs, logprobs])
+            versions = np.concatenate([prefix.policy_versions, versions])
+        return Generation(
+            token_ids=token_ids,
+            logprobs=logprobs,
+            policy_versions=versions,
+            finish_reason=reason,
+            sampling=one.request.sampling,
         )
-        self._requests[request.request_id] = running
-        self._prompt_tokens += len(request.prompt_ids)
-        return running
 
-    def _sample(self, running: _Running) -> None:
-        position = len(running.token_ids)
-        rng = random.Random(f"{running.request.sampling.seed}:{position}")
-        running.token_ids.append(rng.randrange(1, 100))
-        running.logprobs.append(-rng.random() - 0.01)
-        running.versions.append(self.version)
-        self._generated += 1
+    def _versions(self, one: _Running, own: int) -> np.ndarray:
+        """[own] the version that was live when each token was due."""
+        runs = list(self._runs)[one.first_run - self._forgotten_runs :]
+        numbers = [version for _, version in runs] or [self.version]
+        starts = [0, *(min(own, math.floor(at - one.begin + ROUNDING)) for at, _ in runs[1:]), own]
+        return np.repeat(np.array(numbers, np.int64), np.diff(starts))
 
-    async def _sleep(self, running: _Running, seconds: float) -> None:
-        """Sleep that an abort ends at once."""
-        loop = asyncio.get_running_loop()
-        running.wake = loop.create_future()
-        timer = loop.call_later(seconds, _set, running.wake)
-        try:
-            await running.wake
-        finally:
-            timer.cancel()
-            running.wake = None
+    def _forget_runs(self) -> None:
+        needed = min((one.first_run for one in self._decoding), default=self._forgotten_runs + len(self._runs) - 1)
+        while len(self._runs) > 1 and self._forgotten_runs < needed and not self._ending():
+            self._runs.popleft()
+            self._forgotten_runs += 1
 
-    async def _held(self, running: _Running) -> None:
-        while not self._open.is_set() and not running.aborted:
-            running.wake = asyncio.get_running_loop().create_future()
-            await running.wake
-
-    def _wake_all(self) -> None:
-        for running in list(self._requests.values()):
-            if running.wake is not None and not running.wake.done():
-                running.wake.set_result(None)
+    def _ending(self) -> bool:
+        """Some request is done and its caller has not run yet: it still reads the runs."""
+        return len(self._decoding) + len(self._waiting) < len(self._requests)
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Generation]:
         yield await self.generate(request)
 
     async def abort(self, request_id: str, keep_kv: bool = False) -> Generation | None:
-        running = self._requests.get(request_id)
-        if running is None:
+        one = self._requests.get(request_id)
+        if one is None or one.done.done():
             return None
-        self._abort(running)
-        return running.result("abort")
+        self._settle()
+        self._cut(one)
+        self._reschedule()
+        return self._result(one, "abort")
 
-    def _abort(self, running: _Running) -> None:
-        running.aborted = True
-        if running.wake is not None and not running.wake.done():
-            running.wake.set_result(None)
+    def _cut(self, one: _Running) -> None:
+        if not one.done.done():
+            one.cut = self._sampled(one)
+            if one.begin < 0:
+                self._waiting.remove(one)
+            self._decoding.pop(one, None)
+            one.done.set_result(None)
+
+    def _cut_started(self) -> None:
+        """What has begun; what still waits for a place has nothing to hand back and goes on waiting."""
+        for one in list(self._decoding):
+            self._cut(one)
 
     # --------------------------------------------------------------------------------------------------- weights
 
@@ -178,41 +287,51 @@ class ScriptedEngine:
         if self._staged is None or self._staged.version != ticket.version:
             await self.prepare(ticket)
         await asyncio.sleep(self.costs.commit_s)
+        if ticket.version <= self.version:
+            return
+        self._settle()
         self._staged = None
         self.version = ticket.version
+        self._runs.append((self.progress, self.version))
         self._swaps += 1
-        now = time_ns()
-        self.context.record(Event(now, self.context.name, "swap", version=self.version))
+        self.context.record(Event(time_ns(), self.context.name, "swap", version=self.version))
         if running == "abort":
-            for request in list(self._requests.values()):
-                self._abort(request)
+            self._cut_started()
+        self._reschedule()
 
     async def pause(self, mode: PauseMode) -> None:
         if mode == "wait":
             await self._idle.wait()
-        self._open.clear()
+        self._settle()
+        self._open = False
         if mode == "abort":
-            for request in list(self._requests.values()):
-                self._abort(request)
+            self._cut_started()
+        self._reschedule()
 
     async def resume(self) -> None:
-        self._open.set()
-        self._wake_all()
+        self._settle()
+        self._open = True
+        self._reschedule()
 
     async def sleep(self, level: int) -> None:
-        await self.pause("abort")
+        await self.pause("keep")
 
     async def wake(self) -> None:
+        await asyncio.sleep(self.costs.wake_s)
         await self.resume()
 
     async def stats(self) -> EngineStats:
+        self._settle()
+        progress = {request_id: self._sampled(one) for request_id, one in self._requests.items()}
+        running = sum(progress[request_id] - one.kept for request_id, one in self._requests.items())
         return EngineStats(
             version=self.version,
             staged_version=self._staged.version if self._staged else NO_VERSION,
-            running=len(self._requests),
-            paused=not self._open.is_set(),
-            progress={request_id: len(running.token_ids) for request_id, running in self._requests.items()},
-            generated_tokens=self._generated,
+            running=len(self._decoding),
+            waiting=len(self._waiting),
+            paused=not self._open,
+            progress=progress,
+            generated_tokens=self._finished_tokens + running,
             prompt_tokens=self._prompt_tokens,
             swaps=self._swaps,
         )
@@ -220,15 +339,21 @@ class ScriptedEngine:
     async def close(self) -> None:
         await self.pause("abort")
 
+    def _note_busy(self, busy: bool) -> None:
+        """One "generate" event from the first request to the moment when nothing is decoded."""
+        now = self._settled_at
+        if busy and self._busy_since is None:
+            self._busy_since = now
+        elif not busy and self._busy_since is not None:
+            began, self._busy_since = self._busy_since, None
+            self.busy_s += now - began
+            span = Event(int(began * 1e9), self.context.name, "generate", "", self.version, int((now - began) * 1e9))
+            self.context.record(span)
+
 
 def time_ns() -> int:
     """Now, in nanoseconds of the running loop's clock."""
     return int(asyncio.get_running_loop().time() * 1e9)
-
-
-def _set(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 def build_scripted(context: WorkerContext, costs: ScriptedCosts | None = None) -> ScriptedEngine:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -65,6 +66,7 @@ class SingleDevice:
         self._optimizer = FlatAdamW(self._flat, config.optimizer, total)
         self._loss = loss_function(config)
         self._version = -1
+        self._offloaded: tempfile.TemporaryDirectory[str] | None = None
 
     # --------------------------------------------------------------------------------------------------- training
 
@@ -146,6 +148,21 @@ class SingleDevice:
         self._version = version
         return ticket
 
+    async def offload(self) -> None:
+        """Leave the device to others: gradients are freed, the optimiser's moments moved away. The weights stay."""
+        if self._offloaded is None:
+            self._offloaded = tempfile.TemporaryDirectory(prefix="headrace-offload-")
+            self._flat.release_grads()
+            self._optimizer.offload(Path(self._offloaded.name))
+
+    async def onload(self) -> None:
+        """Be ready to train again."""
+        if self._offloaded is not None:
+            self._optimizer.onload()
+            self._flat.allocate_grads()
+            self._offloaded.cleanup()
+            self._offloaded = None
+
     async def fingerprint(self) -> str:
         """sha256 over all weights."""
         values = self._flat.values.detach().cpu().contiguous()
@@ -155,8 +172,12 @@ class SingleDevice:
 
     async def save(self, folder: str) -> None:
         """Write the folder whole or not at all: weights, tokenizer, optimiser, schedule, random state, manifest."""
+        away = self._offloaded is not None
+        await self.onload()
         with self._event("save"):
             checkpoint_folder.write_folder(folder, self._fill)
+        if away:
+            await self.offload()
 
     def _fill(self, folder: Path) -> None:
         from safetensors.torch import save_file
@@ -174,6 +195,7 @@ class SingleDevice:
         """Go on from a folder that `save` wrote."""
         from safetensors.torch import load_file
 
+        await self.onload()
         checkpoint_folder.verify_folder(folder)
         facts = json.loads((Path(folder) / checkpoint_folder.TRAINER).read_text())
         if facts["parameters"] != self._flat.values.numel():
@@ -189,7 +211,8 @@ class SingleDevice:
         self._optimizer.restore(state, facts["attempts"])
 
     async def close(self) -> None:
-        """Nothing is held outside this process."""
+        if self._offloaded is not None:
+            self._offloaded.cleanup()
 
     # ----------------------------------------------------------------------------------------------------- events
 
