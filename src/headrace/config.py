@@ -428,7 +428,9 @@ def _check_control(config: RunConfig, only: Only | None) -> None:
             "weights.interruption", 'found "abort" with env.id: half a trajectory is none; use never, drain or barrier'
         )
     if config.placement == "colocated":
-        raise ConfigError("placement", 'found "colocated" with env.id, whose policies have no memory to give up; use sync')
+        raise ConfigError(
+            "placement", 'found "colocated" with env.id, whose policies have no memory to give up; use sync'
+        )
     if config.training.stream_groups:
         raise ConfigError("training.stream_groups", f"found {config.training.stream_groups} with env.id; use 0")
     if policy.recurrent != "none" and policy.shared == "no":

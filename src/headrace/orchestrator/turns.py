@@ -1,7 +1,7 @@
 """Engines and trainer in turns on one set of devices: who leaves makes room before the other comes (`placement = "colocated"`).
 
-    to_training      close the gate, interrupt what runs, engines sleep (weights and cache go), trainer loads its state
-    to_generation    trainer gives its state away, engines wake; the sync that follows brings them weights and opens the gate
+to_training      close the gate, interrupt what runs, engines sleep (weights and cache go), trainer loads its state
+to_generation    trainer gives its state away, engines wake; the sync that follows brings them weights and opens the gate
 """
 
 from __future__ import annotations

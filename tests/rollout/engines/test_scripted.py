@@ -30,7 +30,9 @@ def ticket(version: int) -> WeightTicket:
 
 def run(story, **costs):
     async def main():
-        engine = ScriptedEngine(WorkerContext(name="engine-0", record=lambda event: None), ScriptedCosts(**(COSTS | costs)))
+        engine = ScriptedEngine(
+            WorkerContext(name="engine-0", record=lambda event: None), ScriptedCosts(**(COSTS | costs))
+        )
         await engine.commit(ticket(0))
         return await story(engine, asyncio.get_running_loop().time)
 
