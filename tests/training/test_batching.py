@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from headrace.training.advantages import group_advantages
 from headrace.training.batching import annotations_needed, filter_zero_variance, make_batches
 from headrace.training.config import LossConfig, TrainingConfig
-from headrace.training.metrics import batch_metrics
+from headrace.training.metrics import batch_metrics, sharing_metrics
 from headrace.types import Score
 from training.helpers import group_of, random_group, sample_of, samples_in
 
@@ -90,6 +90,10 @@ def test_every_common_start_is_computed_once_across_siblings_and_groups():
     batch = one(groups, [np.array([1.0, 1.0, -1.0, -1.0]), np.array([1.0, -1.0])])
     assert sorted(batch.token_ids.tolist()) == sorted([*shots, 50, 1, 2, 3, 51, 2])
     assert len(batch.target_ids) == 4 + 4 + 3 + 3 + 1 + 2
+    metrics = sharing_metrics([[batch]])
+    assert metrics["batch/inputs"].mean == 26
+    assert metrics["batch/shared_share"].mean == pytest.approx(1 - 26 / (6 * 21 + 3 + 3 + 2 + 2 + 0 + 1))
+    assert sharing_metrics([])["batch/shared_share"].mean == 0
     check(batch, samples_in(groups))
 
 

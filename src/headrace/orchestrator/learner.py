@@ -20,7 +20,7 @@ from headrace.exchange.codec import GroupWriter
 from headrace.training.advantages import group_advantages
 from headrace.training.batching import annotations_needed, denominator, filter_zero_variance, make_batches
 from headrace.training.config import TrainingConfig
-from headrace.training.metrics import batch_metrics
+from headrace.training.metrics import batch_metrics, sharing_metrics
 from headrace.training.steps import episode_metrics, step_batch
 from headrace.types import Group, Metrics, Stat, TokenBatch, Trajectory, WeightTicket, merge_metrics
 
@@ -77,8 +77,8 @@ class TokenLearner:
         metrics = batch_metrics(units, advantages, self.config)
         if self.config.stream_groups:
             return merge_metrics([metrics, await self._finish(units, advantages)])
-        parts = [metrics]
         minibatches = await self._minibatches(units, advantages)
+        parts = [metrics, sharing_metrics(minibatches)]
         for _ in range(self.config.epochs):
             for micros in minibatches:
                 parts.extend([await self.backend.forward_backward(micro) for micro in micros])

@@ -9,7 +9,7 @@ import numpy as np
 from headrace.training.advantages import is_zero_variance, rewards_of
 from headrace.training.batching import is_idle, rows_of_group
 from headrace.training.config import TrainingConfig
-from headrace.types import Array, Group, Metrics, Stat
+from headrace.types import Array, Group, Metrics, Stat, TokenBatch
 
 FINISH_REASONS = ("stop", "length", "abort", "tool")
 
@@ -37,6 +37,20 @@ def batch_metrics(
         metrics["batch/masked_sequences"] = Stat(float(sum(not row.weight for r in rows for row in r)), 1.0)
         metrics["batch/tokens"] = Stat(float(sum(row.targets.size for r in rows for row in r if row.weight)), 1.0)
     return metrics
+
+
+def sharing_metrics(minibatches: Sequence[Sequence[TokenBatch]]) -> Metrics:
+    """How many input tokens one pass over the batch computes, and how many there were without common starts."""
+    micros = [micro for micros in minibatches for micro in micros]
+    last = [np.flatnonzero(np.diff(micro.target_samples, append=-1)) for micro in micros]
+    alone = sum(
+        int((np.asarray(m.position_ids)[np.asarray(m.target_rows)[at]] + 1).sum()) for m, at in zip(micros, last, strict=True)
+    )
+    inputs = sum(len(micro.token_ids) for micro in micros)
+    return {
+        "batch/inputs": Stat(float(inputs), 1.0),
+        "batch/shared_share": Stat(1.0 - inputs / alone if alone else 0.0, 1.0),
+    }
 
 
 def _reward_metrics(groups: Sequence[Group]) -> Metrics:
