@@ -25,7 +25,9 @@ RANKS = {
     "estimates": 6,
     "assemble_control": 7,
     **dict.fromkeys(("assemble", "check"), 8),
-    "cli": 9,
+    "simulation": 9,
+    "comparison": 10,
+    "cli": 11,
 }
 UPWARDS = {("config", "orchestrator.config")}
 """The one exception: the join of all configs reads the orchestrator's too, which imports nothing but the base."""

@@ -9,7 +9,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from exchange.units import ListSource
+from exchange.units import NumberedTasks
 from headrace.errors import ConfigError
 from headrace.exchange.ledger import TRAINED, Ledger
 from headrace.exchange.replay import EVICTED, ReplayBuffer
@@ -167,7 +167,7 @@ def replay(capacity=24, *, batch=1, ahead=0, **more):
     store = ReplayStore(capacity, **{name: more.pop(name) for name in ("exponent",) if name in more})
     drops = []
     made = ReplayBuffer(
-        ListSource(None),
+        NumberedTasks(None),
         store,
         Ledger(),
         VersionLine(),

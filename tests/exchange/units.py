@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from flow.harness import ListSource
+from headrace.simulation.parts import NumberedTasks
 from headrace.exchange.buffer import LeaseBuffer
 from headrace.exchange.ledger import Ledger
 from headrace.exchange.staleness import Capacity, VersionLine
@@ -50,7 +50,7 @@ def buffer(
     **more: Any,
 ) -> LeaseBuffer:
     return LeaseBuffer(
-        ListSource(tasks),
+        NumberedTasks(tasks),
         store or open_store("memory", 0, ""),
         Ledger(),
         VersionLine(),

@@ -26,7 +26,9 @@ class _VirtualSelector(selectors.BaseSelector):
         self._keys: dict[Any, selectors.SelectorKey] = {}
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        # The loop's own wake-up pipe is registered once at the start and never becomes readable.
+        # The loop's own wake-up pipe is registered once, before it has the loop, and never becomes readable.
+        if self.loop is not None:
+            raise Stalled("a socket or pipe was waited for on a simulated clock: real work has no place there")
         key = selectors.SelectorKey(fileobj, 0, events, data)
         self._keys[fileobj] = key
         return key

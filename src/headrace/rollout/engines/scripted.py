@@ -41,6 +41,8 @@ class ScriptedCosts:
     """Seconds, and the spread of lengths.
 
     token_s: one decoding step when nothing else runs; token_s_each: what every further running request adds to it
+    rates: (running requests, tokens a second of the engine), ascending, in place of both: a step's seconds are drawn
+        straight between them, and on with the last slope
     prefill_s: one prompt, during which nothing is decoded; a prompt that siblings share is computed once
     max_running: requests decoded side by side, the others wait; 0 sets no bound
     length, length_sigma: log-normal with that median, cut at max_tokens; runaway: share that goes on to max_tokens
@@ -48,6 +50,7 @@ class ScriptedCosts:
 
     token_s: float = 0.02
     token_s_each: float = 0.0
+    rates: tuple[tuple[int, float], ...] = ()
     prefill_s: float = 0.05
     prepare_s: float = 0.1
     commit_s: float = 0.001
@@ -60,7 +63,14 @@ class ScriptedCosts:
 
     def step_s(self, running: int) -> float:
         """Seconds in which each of so many requests gets one token."""
-        return self.token_s + self.token_s_each * (running - 1)
+        if not self.rates:
+            return self.token_s + self.token_s_each * (running - 1)
+        points = [(count, count / rate) for count, rate in self.rates]
+        if running <= points[0][0] or len(points) == 1:
+            return points[0][1] * (1.0 if running <= points[0][0] else running / points[0][0])
+        pairs = list(zip(points, points[1:], strict=False))
+        (low, low_s), (high, high_s) = next((pair for pair in pairs if running <= pair[1][0]), pairs[-1])
+        return low_s + (high_s - low_s) * (running - low) / (high - low)
 
 
 @dataclass(slots=True, eq=False)
@@ -87,6 +97,7 @@ class ScriptedEngine:
         self.context, self.costs = context, costs
         self.version = NO_VERSION
         self.progress = 0.0
+        self._step_s: dict[int, float] = {}
         self.busy_s = 0.0
         self._settled_at = self._stalled_until = 0.0
         self._runs: deque[tuple[float, int]] = deque()
@@ -98,7 +109,10 @@ class ScriptedEngine:
         self._decoding: dict[_Running, None] = {}
         self._ends: list[tuple[float, int, _Running]] = []
         self._admitted = 0
-        self._prompts: dict[str, int] = {}
+        self._siblings: dict[str, int] = {}
+        """Group id -> its requests here."""
+        self._computed: dict[str, None] = {}
+        """Groups whose prompt was computed, while they have requests here."""
         self._timer: asyncio.TimerHandle | None = None
         self._open = True
         self._idle = asyncio.Event()
@@ -126,7 +140,7 @@ class ScriptedEngine:
         one = _Running(request, self._length(request), kept, asyncio.get_running_loop().create_future())
         self._requests[request.request_id] = one
         self._idle.clear()
-        self._prompts[request.group_id] = self._prompts.get(request.group_id, 0) + 1
+        self._siblings[request.group_id] = self._siblings.get(request.group_id, 0) + 1
         self._waiting.append(one)
         self._settle()
         self._reschedule()
@@ -143,8 +157,15 @@ class ScriptedEngine:
         now = asyncio.get_running_loop().time()
         if self._decoding and self._open:
             decoding_s = now - max(self._settled_at, min(self._stalled_until, now))
-            self.progress += decoding_s / self.costs.step_s(len(self._decoding))
+            self.progress += decoding_s / self._pace()
         self._settled_at = now
+
+    def _pace(self) -> float:
+        """Seconds of a step with what runs now."""
+        running = len(self._decoding)
+        if running not in self._step_s:
+            self._step_s[running] = self.costs.step_s(running)
+        return self._step_s[running]
 
     def _reschedule(self) -> None:
         """Let in what there is room for, and set the timer to the next end. Called after `_settle`."""
@@ -159,12 +180,12 @@ class ScriptedEngine:
         self._note_busy(bool(self._decoding) and self._open)
         if self._ends and self._open:
             tokens = max(0.0, self._ends[0][0] - self.progress)
-            due = max(now, self._stalled_until) + tokens * self.costs.step_s(len(self._decoding))
+            due = max(now, self._stalled_until) + tokens * self._pace()
             self._timer = asyncio.get_running_loop().call_at(due, self._due)
 
     def _admit(self, one: _Running) -> None:
-        if self._prompts[one.request.group_id] > 0:  # the first of its group: the others find the prompt computed
-            self._prompts[one.request.group_id] = -self._prompts[one.request.group_id]
+        if one.request.group_id not in self._computed:
+            self._computed[one.request.group_id] = None
             self._stalled_until = max(self._stalled_until, self._settled_at) + self.costs.prefill_s
             self._prompt_tokens += len(one.request.prompt_ids)
         one.begin, one.first_run = self.progress, self._forgotten_runs + max(0, len(self._runs) - 1)
@@ -201,10 +222,11 @@ class ScriptedEngine:
         if one in self._waiting:
             self._waiting.remove(one)
         del self._requests[one.request.request_id]
-        group, count = one.request.group_id, self._prompts[one.request.group_id]
-        self._prompts[group] = count - (1 if count > 0 else -1)
-        if not self._prompts[group]:
-            del self._prompts[group]
+        group = one.request.group_id
+        self._siblings[group] -= 1
+        if not self._siblings[group]:
+            del self._siblings[group]
+            self._computed.pop(group, None)
         if not self._requests:
             self._idle.set()
         self._forget_runs()
