@@ -373,7 +373,7 @@ def test_numbers_and_inputs_that_cannot_work(overrides: list[str], expected: str
 
 @pytest.mark.parametrize(
     "override",
-    ["weights.channel=http", "runtime=ray", "training.backend=scripted"],
+    ["weights.channel=mesh", "runtime=ray", "training.backend=scripted"],
 )
 def test_parts_that_do_not_exist_yet_say_which_do(override: str):
     line = error_of(override, "weights.interruption=hold")

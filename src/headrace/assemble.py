@@ -339,7 +339,14 @@ class Assembly:
     def _channel(self) -> Any:
         from headrace.exchange.channels import open_channel
 
-        return open_channel(self.config.weights.channel)
+        weights = self.config.weights
+        return open_channel(
+            weights.channel,
+            folder=str((self.run_dir / "weights").resolve()),
+            address=weights.address,
+            bucket_mb=weights.bucket_mb,
+            timeout_s=weights.prepare_timeout_s / 3,  # a broken transfer can be repeated before an engine is fenced
+        )
 
     async def _learner(self, runtime: Runtime, model: Path, channel: Any, restored: Restored | None) -> Any:
         config = self.config

@@ -122,11 +122,18 @@ def memory_parts(config: RunConfig, shape: ModelShape, prompt_tokens: int) -> di
         * shape.kv_heads
         * shape.head_size
         * BYTES_PER_DTYPE[config.model.dtype],
-        f"weight channel: {config.weights.channel}": weights * (2 if config.weights.channel == "shared_memory" else 1),
+        f"weight channel: {config.weights.channel}": weights * _copies(config.weights.channel, engines),
         f"processes: {processes} with torch, {config.reward.workers} reward workers": PROCESS_BYTES * processes
         + PROCESS_BYTES // 6 * config.reward.workers,
     }
     return {part: size for part, size in parts.items() if size}
+
+
+def _copies(channel: str, engines: int) -> int:
+    """Sets of weights that a channel holds: the publisher's two versions, and one at each receiver that gets a copy."""
+    if channel in ("collective", "ipc", "http"):
+        return 2 + engines
+    return 1 if channel == "filesystem" else 2
 
 
 def count(number: int, word: str) -> str:

@@ -45,7 +45,12 @@ class WeightsConfig(Config):
     """[weights]: how new weights reach the engines and what becomes of what they are generating."""
 
     channel: Literal["auto", "in_process", "shared_memory", "collective", "ipc", "filesystem", "http", "mesh"] = "auto"
-    """auto: in_process with the local runtime, shared_memory with processes."""
+    """auto: in_process with the local runtime, shared_memory with processes. ipc: memory that torch shares; filesystem: a
+    safetensors file a version, in the run's folder; http, collective (gloo): also between machines."""
+    address: str = "127.0.0.1:0"
+    """HOST:PORT at which the trainer offers weights, for channel = http and collective. Port 0: any free one."""
+    bucket_mb: Annotated[float, Meta(gt=0)] = 64.0
+    """What one call moves, for channel = collective."""
     every_steps: Annotated[int, Meta(ge=1)] = 1
     """Publish after so many trained batches."""
     interruption: Literal["never", "hold", "abort", "drain", "barrier"] = "never"

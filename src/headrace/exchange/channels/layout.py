@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from headrace.errors import PartFailed
+
 TENSOR_ALIGN_BYTES = 64
 BLOCK_BYTES = 1024
 SAMPLE_EVERY = 256
@@ -44,8 +46,21 @@ def plan(tensors: Sequence[tuple[str, torch.Tensor]]) -> Layout:
 
 
 def parse_manifest(manifest: bytes) -> Layout:
-    size, *entries = json.loads(manifest)
-    return Layout(tuple((name, dtype, tuple(shape), offset) for name, dtype, shape, offset in entries), size)
+    """Raises `PartFailed` for bytes that are no manifest: they may come from a stranger, and say where memory is written."""
+    try:
+        size, *rows = json.loads(manifest)
+        entries = tuple((str(name), dtype, tuple(shape), offset) for name, dtype, shape, offset in rows)
+        for name, dtype, shape, offset in entries:
+            if not isinstance(getattr(torch, dtype), torch.dtype):
+                raise ValueError(f"{name} is of type {dtype}")
+            if any(type(number) is not int or number < 0 for number in (*shape, offset, size)):
+                raise ValueError(f"{name} has shape {shape} at {offset}")
+            end = offset + math.prod(shape) * getattr(torch, dtype).itemsize
+            if end > size or offset % TENSOR_ALIGN_BYTES:
+                raise ValueError(f"{name} ends at {end} of {size} bytes")
+    except (ValueError, TypeError, AttributeError) as error:
+        raise PartFailed(f"not a manifest of weights: {error}") from None
+    return Layout(entries, size)
 
 
 def views(memory: torch.Tensor, layout: Layout) -> dict[str, torch.Tensor]:
@@ -73,16 +88,23 @@ def fill(memory: torch.Tensor, layout: Layout, tensors: Sequence[tuple[str, torc
             target.copy_(source)
 
 
-def checksum(memory: torch.Tensor, layout: Layout, version: int) -> str:
-    """Hash of manifest and bytes: all bytes up to 16 MiB; above, one 1 KiB block in 256, others with each version.
+def checksum(memory: torch.Tensor, layout: Layout, version: int, policy: str) -> str:
+    """Hash of whose version this is, manifest and bytes: all bytes up to 16 MiB; above, one 1 KiB block in 256, others with each version.
 
     A full pass costs as much as the copy itself, at both ends. What the sample finds: bytes of another version, a
     tensor at the wrong place, a truncated or unwritten stretch of 256 KiB or more. A single flipped byte outside the
     sampled blocks (255 in 256) passes. Blocks are hashed in order; within a block, words are summed modulo 2^64.
     """
-    blocks = memory[: layout.capacity].view(torch.int64).view(-1, BLOCK_BYTES // 8)
-    if layout.bytes > SAMPLE_ABOVE_BYTES:
-        blocks = blocks[version % SAMPLE_EVERY :: SAMPLE_EVERY]
-    digest = hashlib.blake2b(blocks.sum(dim=1).numpy().tobytes(), digest_size=16)
-    digest.update(layout.manifest())
+    size = layout.capacity if layout.bytes > SAMPLE_ABOVE_BYTES else layout.bytes
+    digest = hashlib.blake2b(block_sums(memory[:size], version), digest_size=16)
+    digest.update(f"{policy}/{version}".encode() + layout.manifest())
     return digest.hexdigest()
+
+
+def block_sums(memory: torch.Tensor, version: int) -> bytes:
+    """Sums of the blocks of memory [any] uint8, sampled when it is large; what is left of the last block as it is."""
+    whole = memory.numel() // BLOCK_BYTES * BLOCK_BYTES
+    blocks = memory[:whole].view(torch.int64).view(-1, BLOCK_BYTES // 8)
+    if memory.numel() > SAMPLE_ABOVE_BYTES:
+        blocks = blocks[version % SAMPLE_EVERY :: SAMPLE_EVERY]
+    return blocks.sum(dim=1).numpy().tobytes() + memory[whole:].numpy().tobytes()

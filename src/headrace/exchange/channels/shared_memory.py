@@ -26,6 +26,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from headrace.errors import PartFailed, StaleTicket
+from headrace.exchange.channels.base import Channel
 from headrace.exchange.channels.layout import Layout, checksum, fill, parse_manifest, plan, views
 from headrace.types import MAIN_POLICY, NO_VERSION, WeightTicket
 
@@ -34,42 +35,32 @@ _PAGE_BYTES = 4096
 _POLL_S = 0.002
 
 
-class SharedMemoryChannel:
+class SharedMemoryChannel(Channel):
     """One publisher process and any number of readers. The object itself travels; each end opens what it needs.
 
     Every `read` needs one `release`, after which its views may change.
     """
 
     def __init__(self, lease_timeout_s: float = 5.0) -> None:
+        super().__init__()
         self.lease_timeout_s = lease_timeout_s
-        self.reclaimed = 0
-        """Segments left to readers that did not release them in time."""
-        self._latest: dict[str, WeightTicket] = {}
-        self._last_policy = MAIN_POLICY
         self._slots: dict[str, list[_Segment]] = {}  # publisher: per policy, the latest last, at most two
         self._attached: dict[str, _Attachment] = {}  # reader: by locator, in order of first use
         self._leases: dict[tuple[str, int], _Attachment] = {}
 
-    def __getstate__(self) -> dict[str, object]:
-        return {"lease_timeout_s": self.lease_timeout_s, "latest": self._latest, "last_policy": self._last_policy}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self.__init__(state["lease_timeout_s"])  # type: ignore[misc]
-        self._latest.update(state["latest"])  # type: ignore[call-overload]
-        self._last_policy = state["last_policy"]  # type: ignore[assignment]
+    def settings(self) -> dict[str, object]:
+        return {"lease_timeout_s": self.lease_timeout_s}
 
     def publish(
         self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, policy: str = MAIN_POLICY
     ) -> WeightTicket:
-        newest = self._latest.get(policy)
-        if newest is not None and version <= newest.version:
-            raise StaleTicket(f"version {version} of {policy!r} is not above {newest.version}, the last one published")
+        self._begin(version, policy)
         named = list(tensors)
         layout = plan(named)
         slots = self._slots.setdefault(policy, [])
         segment = self._lock_spare(slots, layout)
         try:
-            digest = segment.write(layout, named, version)
+            digest = segment.write(layout, named, version, policy)
         except BaseException:
             segment.close()
             raise
@@ -83,12 +74,8 @@ class SharedMemoryChannel:
             checksum=digest,
             bytes=layout.bytes,
         )
-        self._latest[policy], self._last_policy = ticket, policy
+        self._remember(ticket)
         return ticket
-
-    def latest(self, policy: str | None = None) -> WeightTicket | None:
-        """The last ticket that this end published or read."""
-        return self._latest.get(policy or self._last_policy)
 
     def read(self, ticket: WeightTicket) -> Mapping[str, torch.Tensor]:
         attachment = self._attached.get(ticket.locator)
@@ -97,16 +84,14 @@ class SharedMemoryChannel:
         layout = attachment.lease(ticket)
         try:
             memory = attachment.memory
-            if checksum(memory, layout, ticket.version) != ticket.checksum:
+            if checksum(memory, layout, ticket.version, ticket.policy) != ticket.checksum:
                 raise PartFailed(f"weights of version {ticket.version} do not match their checksum")
             found = views(memory, layout)
         except BaseException:
             attachment.release()
             raise
         self._leases[ticket.policy, ticket.version] = attachment
-        known = self._latest.get(ticket.policy)
-        if known is None or known.version < ticket.version:
-            self._latest[ticket.policy], self._last_policy = ticket, ticket.policy
+        self._remember(ticket)
         self._detach_old()
         return found
 
@@ -117,6 +102,7 @@ class SharedMemoryChannel:
 
     def close(self) -> None:
         """Readers keep what they have leased; nobody else can attach any more."""
+        super().close()
         for slots in self._slots.values():
             for segment in slots:
                 segment.close()
@@ -192,7 +178,7 @@ class _Segment:
     def unlock(self) -> None:
         fcntl.flock(self._file, fcntl.LOCK_UN)
 
-    def write(self, layout: Layout, named: list[tuple[str, torch.Tensor]], version: int) -> str:
+    def write(self, layout: Layout, named: list[tuple[str, torch.Tensor]], version: int, policy: str) -> str:
         """Fill it and return the checksum. The version is invalid until the last byte stands."""
         manifest = layout.manifest()
         self._write_header(NO_VERSION, len(manifest))
@@ -200,7 +186,7 @@ class _Segment:
         memory = torch.frombuffer(self._map, dtype=torch.uint8, offset=self._start, count=self._capacity)
         fill(memory, layout, named)
         self._write_header(version, len(manifest))
-        return checksum(memory, layout, version)
+        return checksum(memory, layout, version, policy)
 
     def retire(self) -> None:
         """Refuse every later lease. Who holds one keeps whole bytes: only the header changes."""
@@ -271,12 +257,12 @@ def _open_segment(ticket: WeightTicket) -> tuple[int, bytes]:
     """Open the segment that a ticket names: (file descriptor with locks of its own, token)."""
     kind, *rest = ticket.locator.split(":")
     try:
-        if kind == "memfd":
+        if kind == "memfd" and len(rest) == 3 and rest[0].isdigit() and rest[1].isdigit():
             pid, descriptor, token = rest
             path = f"/proc/{int(pid)}/fd/{int(descriptor)}"
             if f"headrace-{token}" not in os.readlink(path):  # the number was used again for something else
                 raise FileNotFoundError(path)
-        elif kind == "file":
+        elif kind == "file" and len(rest) == 2:
             path, token = rest
         else:
             raise PartFailed(f"not a ticket of the shared_memory channel: {ticket.locator!r}")
