@@ -185,12 +185,16 @@ def _flops(work: Work, row: dict[str, float]) -> float:
 
 def measure_peak(threads: int) -> float:
     """FLOP/s of a large matrix product with these threads, in a process of its own."""
-    code = (
-        "import time, torch; torch.set_num_threads(%d); a = torch.randn(1024, 1024); best = 0\n"
-        "for _ in range(40):\n"
-        "    t = time.perf_counter(); a @ a; best = max(best, 2 * 1024**3 / (time.perf_counter() - t))\n"
-        "print(best)" % threads
-    )
+    code = f"""
+import time, torch
+torch.set_num_threads({threads})
+a, best = torch.randn(1024, 1024), 0
+for _ in range(40):
+    started = time.perf_counter()
+    a @ a
+    best = max(best, 2 * 1024**3 / (time.perf_counter() - started))
+print(best)
+"""
     return float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
 
 
@@ -244,8 +248,12 @@ def main() -> None:
                 rewards = " ".join(f"{reward:.2f}" for reward in last.rewards)
                 print(f"{name} round {seed} {key:9} {last.samples_per_s:8.1f} samples/s{share}  {rewards}", flush=True)
         for placement in options.placements:
-            ratios = [ours.samples_per_s / peer.samples_per_s for ours, peer in zip(ran[placement], ran["trl"], strict=True)]
-            learned = {key: statistics.mean(r for one in ran[key] for r in one.rewards[1:]) for key in ("trl", placement)}
+            ratios = [
+                ours.samples_per_s / peer.samples_per_s for ours, peer in zip(ran[placement], ran["trl"], strict=True)
+            ]
+            learned = {
+                key: statistics.mean(r for one in ran[key] for r in one.rewards[1:]) for key in ("trl", placement)
+            }
             print(
                 f"{name} {placement}: {statistics.median(ratios):.2f} times TRL "
                 f"({min(ratios):.2f} to {max(ratios):.2f} over {options.rounds} rounds); "
