@@ -40,7 +40,7 @@ from headrace.orchestrator.parts import Parts
 from headrace.orchestrator.runtimes.worker import calm_garbage_collection
 from headrace.orchestrator.turns import Turns
 from headrace.orchestrator.weight_sync import WeightSync
-from headrace.protocols import Resources, Runtime, TaskSource
+from headrace.protocols import Resources, Runtime, Store, TaskSource
 from headrace.rollout.partial import PARTIAL_POLICIES
 from headrace.rollout.token_rollout import TokenRollout
 from headrace.types import Group, SamplingParams, Task
@@ -137,7 +137,7 @@ class Assembly:
         if config.env.id:
             from headrace.assemble_control import control_parts
 
-            parts = await control_parts(config, runtime, dispatcher, channel, restored, buffer.incarnation)
+            parts = await control_parts(config, runtime, dispatcher, channel, restored, buffer)
         else:
             parts = await self._parts(
                 stack, recorder, runtime, dispatcher, channel, model, restored, buffer.incarnation
@@ -278,15 +278,23 @@ class Assembly:
             oversample=config.rollout.oversample,
             max_in_flight=config.rollout.max_in_flight,
         )
-        store = open_store(
-            config.buffer.store,
-            config.buffer.max_bytes,
-            str((self.run_dir / "store").resolve()),
-            config.buffer.url,
-            keep_acknowledged=config.checkpoint.every_steps > 0,
-        )
+        kind: type[LeaseBuffer] = LeaseBuffer
+        if config.env.id and config.algorithm.kind in ("dqn", "sac"):
+            from headrace.exchange.replay import ReplayBuffer as kind
+            from headrace.exchange.stores.replay import ReplayStore
+
+            replay = config.replay
+            store: Store = ReplayStore(replay.capacity, exponent=replay.priority, seed=config.seed)
+        else:
+            store = open_store(
+                config.buffer.store,
+                config.buffer.max_bytes,
+                str((self.run_dir / "store").resolve()),
+                config.buffer.url,
+                keep_acknowledged=config.checkpoint.every_steps > 0,
+            )
         stack.callback(store.close)
-        buffer = LeaseBuffer(
+        buffer = kind(
             source,
             store,
             Ledger(),

@@ -9,13 +9,14 @@ import asyncio
 from typing import Any
 
 from headrace.config import RunConfig
+from headrace.exchange.buffer import LeaseBuffer
+from headrace.exchange.replay import ReplayBuffer
 from headrace.orchestrator.checkpoint import Restored
 from headrace.orchestrator.dispatcher import Dispatcher, EngineSlot
 from headrace.orchestrator.learner import ControlLearner
 from headrace.orchestrator.parts import Parts
 from headrace.protocols import Resources, Runtime
 from headrace.rollout.control_rollout import ControlRollout, build_actor
-from headrace.training.backends.control_device import build_control_device
 from headrace.types import Trajectory
 
 
@@ -25,11 +26,11 @@ async def control_parts(
     dispatcher: Dispatcher,
     channel: Any,
     restored: Restored | None,
-    incarnation: int,
+    buffer: LeaseBuffer,
 ) -> Parts:
     """Actors say what their environments show and take; the trainer builds its network from that."""
     # Environments of a restored run begin new episodes: with the old seeds they would repeat those of the start.
-    arguments = (config.env, config.policy, channel, config.seed + 7919 * incarnation)
+    arguments = (config.env, config.policy, channel, config.seed + 7919 * buffer.incarnation)
 
     async def spawn(name: str) -> EngineSlot:
         resources = Resources(threads=config.rollout.engine.threads)
@@ -43,8 +44,8 @@ async def control_parts(
     for slot in slots:
         dispatcher.join(slot)
     return Parts(
-        rollout=ControlRollout(dispatcher, retries=config.group.retries, incarnation=incarnation),
-        learner=ControlLearner(backend, config.algorithm.gamma, config.env.target_return),
+        rollout=ControlRollout(dispatcher, retries=config.group.retries, incarnation=buffer.incarnation),
+        learner=_learner(config, backend, buffer),
         spawn_engine=spawn,
         backend=backend,
         describe=describe_trajectory,
@@ -52,10 +53,23 @@ async def control_parts(
     )
 
 
+def _learner(config: RunConfig, backend: Any, buffer: LeaseBuffer) -> ControlLearner:
+    if isinstance(buffer, ReplayBuffer):
+        from headrace.orchestrator.replay_learner import ReplayLearner
+
+        return ReplayLearner(backend, buffer, config.replay, config.env.target_return, config.training.steps)
+    return ControlLearner(backend, config.algorithm.gamma, config.env.target_return)
+
+
 async def _trainer(config: RunConfig, runtime: Runtime, channel: Any) -> Any:
+    match config.algorithm.kind:
+        case "dqn" | "sac":
+            from headrace.training.backends.replay_device import build_replay_device as build
+        case _:
+            from headrace.training.backends.control_device import build_control_device as build
     return await runtime.spawn(
         "trainer",
-        build_control_device,
+        build,
         config.training,
         config.algorithm,
         config.policy,

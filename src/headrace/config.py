@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from headrace.configbase import Config, apply_override, build, config_to_dict, did_you_mean
 from headrace.errors import ConfigError
-from headrace.exchange.config import BufferConfig, StalenessConfig, WeightsConfig, steps_ahead
+from headrace.exchange.config import BufferConfig, ReplayConfig, StalenessConfig, WeightsConfig, steps_ahead
 from headrace.observability.config import ObservabilityConfig
 from headrace.orchestrator.config import CheckpointConfig, EvaluationConfig, LimitsConfig
 from headrace.policies.config import PolicyConfig
@@ -53,6 +53,7 @@ class RunConfig(Config):
     group: GroupConfig = GroupConfig()
     reward: RewardConfig = RewardConfig()
     buffer: BufferConfig = BufferConfig()
+    replay: ReplayConfig = ReplayConfig()
     staleness: StalenessConfig = StalenessConfig()
     weights: WeightsConfig = WeightsConfig()
     training: TrainingConfig = TrainingConfig()
@@ -191,6 +192,7 @@ def resolve(config: RunConfig) -> RunConfig:
         channel = "shared_memory" if runtime == "processes" else "in_process"
     return replace(
         config,
+        policy=resolve_policy(config),
         runtime=runtime,
         buffer=replace(config.buffer, depth=depth),
         weights=replace(config.weights, channel=channel),
@@ -201,6 +203,13 @@ def resolve(config: RunConfig) -> RunConfig:
         ),
         limits=replace(config.limits, max_dropped=config.limits.max_dropped or 16 * config.training.groups),
     )
+
+
+def resolve_policy(config: RunConfig) -> PolicyConfig:
+    """[policy] as the algorithm needs it."""
+    needed = {"dqn": "q", "sac": "soft_actor"}.get(config.algorithm.kind, "actor_critic")
+    kind = needed if config.policy.kind == "auto" else config.policy.kind
+    return msgspec.structs.replace(config.policy, kind=kind, squash=config.policy.squash or kind == "soft_actor")
 
 
 # ---------------------------------------------------------------------------------------------------- validating
@@ -441,6 +450,41 @@ def _check_control(config: RunConfig, only: Only | None) -> None:
         raise ConfigError("env.mode", 'found "vector_entry_point" with frame_skip or frame_stack; use sync or async')
     if config.evaluation.source:
         raise ConfigError("evaluation.source", "found with env.id; episode returns are in every step's figures")
+    _check_replay(config)
+
+
+def _check_replay(config: RunConfig) -> None:
+    """What learning from a replay needs, and what it cannot do."""
+    algorithm, policy, replay = config.algorithm, config.policy, config.replay
+    needed = {"dqn": "q", "sac": "soft_actor"}.get(algorithm.kind, "actor_critic")
+    if policy.kind != needed:
+        raise ConfigError("policy.kind", f'found "{policy.kind}" with algorithm.kind = "{algorithm.kind}"; use auto')
+    if algorithm.kind not in ("dqn", "sac"):
+        return
+    for key, found, needed_value in (
+        ("policy.network", policy.network, "auto"),
+        ("policy.recurrent", policy.recurrent, "none"),
+        ("policy.normalise_observations", policy.normalise_observations, False),
+        ("training.optimizer.schedule", config.training.optimizer.schedule, "constant"),
+    ):
+        if found != needed_value:
+            shown = str(needed_value).lower()
+            raise ConfigError(
+                key, f"found {found!r} with algorithm.kind = {algorithm.kind!r}; only {shown} goes with it"
+            )
+    unit = config.env.count * config.env.steps
+    bound = steps_ahead(config.buffer, config.staleness)
+    fresh = (2 + (bound or 0)) * config.training.groups * unit
+    if replay.capacity < max(fresh, replay.learning_starts):
+        raise ConfigError(
+            "replay.capacity",
+            f"found {replay.capacity}; it must hold the trajectories that are not trained yet ({fresh} steps) and "
+            f"replay.learning_starts ({replay.learning_starts})",
+        )
+    if replay.n_steps > config.env.steps:
+        raise ConfigError(
+            "replay.n_steps", f"found {replay.n_steps}, more than a trajectory has: env.steps = {config.env.steps}"
+        )
 
 
 def _warnings(config: RunConfig) -> list[str]:

@@ -28,6 +28,25 @@ class BufferConfig(Config):
     """Bound of the store; 0: none."""
 
 
+class ReplayConfig(Config):
+    """[replay]: what dqn and sac learn from. Each batch of trajectories is kept, and paid for by draws from all that are."""
+
+    capacity: Annotated[int, Meta(ge=1)] = 100_000
+    """Steps kept, of all environments together; the oldest trajectories make room."""
+    learning_starts: NonNegative = 1000
+    """No update before so many steps are there."""
+    draw: Annotated[int, Meta(ge=1)] = 128
+    """Transitions of one update."""
+    updates_per_step: Annotated[float, Meta(gt=0)] = 0.5
+    """Updates for each environment step."""
+    n_steps: Annotated[int, Meta(ge=1)] = 1
+    """Longest span of a transition; shorter before an end of an episode or of a trajectory."""
+    priority: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """Exponent of the error that a step is drawn by; 0 draws uniformly."""
+    importance: Annotated[float, Meta(ge=0, le=1)] = 0.4
+    """Exponent of the weights that make up for that, at the start; it rises to 1 over the run."""
+
+
 class StalenessConfig(Config):
     """[staleness]: three independent switches; the third, `correction`, is in [training.correction]."""
 

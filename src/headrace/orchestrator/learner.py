@@ -147,7 +147,10 @@ class ControlLearner:
             metrics["reward/mean"] = Stat(float(np.mean(self.returns)))
         reached = self.target is not None and len(self.returns) == self.WINDOW
         self.done = reached and metrics["reward/mean"].mean >= self.target  # type: ignore[operator]
-        return metrics | await self.backend.update(step_batch(units, self.gamma))
+        return metrics | await self.learn(units)
+
+    async def learn(self, units: Sequence[Trajectory]) -> Metrics:
+        return await self.backend.update(step_batch(units, self.gamma))
 
     async def publish(self, version: int) -> WeightTicket:
         return await self.backend.publish(version)

@@ -14,6 +14,8 @@ Positive = Annotated[int, Meta(ge=1)]
 class PolicyConfig(Config):
     """[policy]: the network of control RL."""
 
+    kind: Literal["auto", "actor_critic", "q", "soft_actor"] = "auto"
+    """What the network gives: policy and value; values of discrete actions; a squashed normal. auto: by algorithm.kind."""
     network: str = "auto"
     """auto: convolutions for images, an MLP for the rest; or `pkg.module:Class` (or `file.py:Class`), an nn.Module built with
     (observations, outputs): leaves -> (policy outputs [B, outputs], values [B])."""

@@ -292,10 +292,14 @@ class UserNetwork(nn.Module):
         return []
 
 
-def build_network(spaces: Spaces, config: PolicyConfig, outputs: int, seed: int) -> PolicyNetwork | UserNetwork:
+def build_network(spaces: Spaces, config: PolicyConfig, outputs: int, seed: int) -> nn.Module:
     """The network that [policy] asks for; equal seeds give equal weights. Raises `ConfigError`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
+        if config.kind in ("q", "soft_actor"):
+            from headrace.policies.q_networks import QNetwork, SoftActor
+
+            return (QNetwork if config.kind == "q" else SoftActor)(spaces, config, outputs)
         if config.network == "auto":
             return PolicyNetwork(spaces, config, outputs)
         kind = import_object(config.network, Path.cwd(), "policy.network")

@@ -10,6 +10,7 @@ from headrace.configbase import Config
 
 Positive = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[int, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
 Ratio = Annotated[float, Meta(ge=0)]
 
 
@@ -88,8 +89,9 @@ class OptimizerConfig(Config):
 class AlgorithmConfig(Config):
     """[algorithm]: how trajectories become a loss. Passes and optimiser steps a batch are training.epochs and .minibatches."""
 
-    kind: Literal["ppo", "appo", "impala"] = "ppo"
-    """ppo: GAE and the clipped surrogate; appo: V-trace and the clipped surrogate; impala: V-trace and the policy gradient."""
+    kind: Literal["ppo", "appo", "impala", "dqn", "sac"] = "ppo"
+    """ppo: GAE and the clipped surrogate; appo: V-trace and the clipped surrogate; impala: V-trace and the policy gradient;
+    dqn: values of discrete actions; sac: soft actor-critic. The last two learn from [replay]."""
     gamma: Annotated[float, Meta(ge=0, le=1)] = 0.99
     """Discount a step."""
     lam: Annotated[float, Meta(ge=0, le=1)] = 0.95
@@ -112,6 +114,22 @@ class AlgorithmConfig(Config):
     """Of V-trace: bound of the trace."""
     normalise_returns: bool = False
     """The value function predicts returns of mean 0 and deviation 1; the running figures are saved with it."""
+    double: bool = True
+    """Of dqn: the online network chooses the next action, the target network judges it."""
+    huber: Annotated[float, Meta(gt=0)] = 1.0
+    """Of dqn: errors beyond it count linearly."""
+    target_rate: Annotated[float, Meta(gt=0, le=1)] = 0.005
+    """Of dqn, sac: how far the target network moves towards the online one at a time; 1 copies it."""
+    target_every: Positive = 1
+    """Of dqn, sac: updates between such moves."""
+    epsilon: tuple[Share, Share] = (1.0, 0.05)
+    """Of dqn: chance of a random action at the start and at the end."""
+    epsilon_share: Annotated[float, Meta(gt=0, le=1)] = 0.2
+    """Of dqn: part of training.steps over which it falls."""
+    temperature: Annotated[float, Meta(gt=0)] = 1.0
+    """Of sac: weight of the entropy at the start; tuned from then on."""
+    target_entropy: float | None = None
+    """Of sac: entropy that the temperature is tuned for, of actions between -1 and 1; none: minus their number."""
 
 
 class TrainingConfig(Config):

@@ -1,0 +1,70 @@
+"""Whole runs that learn from a replay, through the controller and buffer of every run."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from runs.launch import Lab, Ran, assert_accounted
+
+
+@pytest.fixture
+def run(tmp_path, capfd):
+    """Start a preset in this process."""
+    made = Lab(tmp_path, tmp_path)
+    made.capture = capfd
+    made.words = lambda words, resume: ["run", *(["--resume", f"runs/{resume}"] if resume else []), *words]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield lambda preset, name, *words: made.here(preset, "--name", name, "--display", "lines", *words)
+    torch.set_num_threads(threads)
+
+
+SHORT = ("training.steps=8", "replay.learning_starts=300", "replay.draw=16", "replay.updates_per_step=0.02")
+
+
+def test_a_seeded_run_repeats_and_its_units_are_accounted_for(run):
+    words = (*SHORT, "replay.capacity=1100", "replay.priority=0.6")
+    first, again = run("dqn", "a", *words), run("dqn", "b", *words)
+    other = run("dqn", "c", *words, "seed=1")
+    assert first.code == again.code == other.code == 0, first.err
+    assert first.weights == again.weights != other.weights
+    assert first.counts == {"submitted": 8, "trained": 8, "dropped": {}, "in_flight": 0}
+    assert_accounted(other)
+    rows = first.steps
+    assert rows[0]["replay/updates"] == 0 and rows[-1]["replay/updates"] > 0
+    assert rows[-1]["replay/resident_units"] == 4 and rows[-1]["replay/evicted_units"] == 4
+    assert rows[-1]["replay/lag"] > 0 and rows[-1]["lag/max"] == 0
+
+
+@pytest.mark.parametrize(
+    "words, problem",
+    [
+        (("replay.capacity=500",), "replay.capacity: found 500"),
+        (("replay.n_steps=40",), "replay.n_steps: found 40"),
+        (("policy.recurrent=lstm",), "policy.recurrent: found 'lstm'"),
+        (("policy.kind=actor_critic",), 'policy.kind: found "actor_critic" with algorithm.kind = "dqn"'),
+        (("env.id=Pendulum-v1",), 'algorithm.kind: found "dqn", but the actions are not one discrete number'),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_line(run, words, problem):
+    ran = run("dqn", "r", *SHORT, *words)
+    assert ran.code == 2 and problem in ran.err and len(ran.err.splitlines()) == 1
+
+
+def late_return(ran: Ran) -> float:
+    """Mean return of the last ten batches in which episodes ended."""
+    return float(np.mean([row["episode/return"] for row in ran.steps if "episode/return" in row][-10:]))
+
+
+@pytest.mark.slow
+def test_dqn_learns_to_balance(run):
+    ran = run("dqn", "learn", "training.steps=160")
+    assert ran.code == 0 and late_return(ran) > 300
+
+
+@pytest.mark.slow
+def test_sac_learns_to_swing_up(run):
+    ran = run("sac", "learn", "training.steps=160")
+    assert ran.code == 0 and late_return(ran) > -300
