@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from headrace.simulation.parts import NumberedTasks
 from headrace.exchange.buffer import LeaseBuffer
 from headrace.exchange.ledger import Ledger
 from headrace.exchange.staleness import Capacity, VersionLine
 from headrace.exchange.stores import open_store
 from headrace.protocols import Store
+from headrace.simulation.parts import NumberedTasks
 from headrace.types import Episode, Group, SamplingParams, Score, Task, TokenSample
 
 

@@ -16,7 +16,6 @@ import numpy as np
 from headrace.errors import ConfigError
 from headrace.exchange.buffer import LeaseBuffer
 from headrace.exchange.ledger import TRAINED
-from headrace.exchange.staleness import is_stale
 from headrace.exchange.stores.replay import ReplayStore, Resident
 from headrace.protocols import Lease
 from headrace.types import Array, Metrics, Stat, Transitions
@@ -82,8 +81,7 @@ class ReplayBuffer(LeaseBuffer):
         super()._evict_stale()
         if self.max_version_lag is not None:
             for resident in self.store.residents():
-                too_old = is_stale(self.versions.lag(resident.oldest_version), self.max_version_lag)
-                if too_old and resident.key in self.resident:
+                if resident.key in self.resident and self.too_old(resident.oldest_version):
                     self.store.evict(resident)
 
     def _on_evict(self, resident: Resident) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,6 +129,13 @@ class ReplayStore:
         self.evicted += 1
         while self._order and self._order[0].gone:
             self._order.popleft()
+
+    def acknowledged(self) -> list[str]:
+        """None: what is acknowledged is gone."""
+        return []
+
+    def forget(self, keys: Sequence[str]) -> None:
+        """See `acknowledged`."""
 
     def scan(self) -> list[str]:
         return list(self._residents)
