@@ -118,7 +118,9 @@ class ClusterConfig(Config):
         found = self.transport.get(channel, self.transport.get("default"))
         if found is None:
             named = ", ".join(self.transport) or "none"
-            raise ConfigError(f"transport.{channel}", f"missing; the file names {named}: add it, or [transport.default]")
+            raise ConfigError(
+                f"transport.{channel}", f"missing; the file names {named}: add it, or [transport.default]"
+            )
         return found
 
     def costs(self, channel: str) -> ScriptedCosts:
@@ -144,7 +146,9 @@ def load_cluster(path: str | Path) -> ClusterConfig:
     if not file.is_file() and str(path) == CLUSTER_FILE.name:
         file = CLUSTER_FILE
     if not file.is_file():
-        raise ConfigError("", f"--simulate: {str(path)!r} is no file; give a cluster's TOML file, or {CLUSTER_FILE.name}")
+        raise ConfigError(
+            "", f"--simulate: {str(path)!r} is no file; give a cluster's TOML file, or {CLUSTER_FILE.name}"
+        )
     cluster = build(ClusterConfig, read_toml(file), "")
     counts = [count for count, _ in cluster.generation.rates]
     if not counts or counts != sorted(set(counts)) or counts[0] < 1 or min(r for _, r in cluster.generation.rates) <= 0:

@@ -44,7 +44,8 @@ def sharing_metrics(minibatches: Sequence[Sequence[TokenBatch]]) -> Metrics:
     micros = [micro for micros in minibatches for micro in micros]
     last = [np.flatnonzero(np.diff(micro.target_samples, append=-1)) for micro in micros]
     alone = sum(
-        int((np.asarray(m.position_ids)[np.asarray(m.target_rows)[at]] + 1).sum()) for m, at in zip(micros, last, strict=True)
+        int((np.asarray(m.position_ids)[np.asarray(m.target_rows)[at]] + 1).sum())
+        for m, at in zip(micros, last, strict=True)
     )
     inputs = sum(len(micro.token_ids) for micro in micros)
     return {
