@@ -353,6 +353,8 @@ class Assembly:
             folder=str((self.run_dir / "weights").resolve()),
             address=weights.address,
             bucket_mb=weights.bucket_mb,
+            scope=weights.scope,
+            full_every=weights.full_every,
             timeout_s=weights.prepare_timeout_s / 3,  # a broken transfer can be repeated before an engine is fenced
         )
 
@@ -431,6 +433,7 @@ class Assembly:
             commit_timeout_s=weights.commit_timeout_s,
             drain_timeout_s=weights.drain_timeout_s,
             scoring=scored,
+            whole=self.backend.republish if weights.scope == "changed" else None,
         )
 
     def _evaluator(self, dispatcher: Dispatcher, environment: Any, rewarder: Any) -> Evaluator | None:

@@ -18,6 +18,7 @@ HeadraceError
 │   ├── CallTimeout        a call passed its deadline
 │   ├── RequestRefused     an engine can never serve this request (prompt longer than the context)
 │   ├── StaleTicket        a receiver refused to go back to an older version
+│   ├── BaseMissing        what changed was sent to a receiver that has another version than the one before
 │   └── UnitLost           a store no longer has the bytes of a unit
 ├── RolloutDropped         this attempt ends without a unit, by a named reason
 │   └── RolloutRecycled    ... and its task goes back to the pool with what was done already
@@ -122,6 +123,10 @@ class RequestRefused(PartFailed):
 
 class StaleTicket(PartFailed):
     """A receiver refused to load a version older than the one it runs."""
+
+
+class BaseMissing(PartFailed):
+    """A receiver was sent what changed since a version that it does not have: it needs the weights whole."""
 
 
 class UnitLost(PartFailed):

@@ -108,8 +108,15 @@ class WeightChannel(Protocol):
     Raises `StaleTicket` from `publish` for a version not above the last one.
     """
 
-    def publish(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, policy: str = "main") -> WeightTicket:
-        """Copy the tensors out, so that the trainer may go on changing its own."""
+    def publish(
+        self,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        version: int,
+        policy: str = "main",
+        scope: Literal["full", "adapter", "changed"] = "full",
+    ) -> WeightTicket:
+        """Copy the tensors out, so that the trainer may go on changing its own. `scope` says what they are: all of the
+        policy, its adapter alone, or (between the two ends of `ChangedValues`) what changed."""
         ...
 
     def latest(self) -> WeightTicket | None:
@@ -406,6 +413,10 @@ class TrainBackend(Protocol):
 
     async def publish(self, version: int) -> WeightTicket:
         """Send the current weights through this backend's channel as `version`."""
+        ...
+
+    async def republish(self) -> WeightTicket:
+        """The last published version again, at full scope (`weights.scope = changed`)."""
         ...
 
     async def offload(self) -> None:

@@ -20,6 +20,21 @@ def test_the_channel_changes_nothing_of_what_is_learned(lab):
     )
 
 
+def test_sending_what_changed_changes_nothing_either(lab):
+    whole = lab.here("training.steps=4", "training.optimizer.lr=1e-5", "model.dtype=bfloat16", "--name", "whole")
+    changed = lab.here(
+        "training.steps=4",
+        "training.optimizer.lr=1e-5",
+        "model.dtype=bfloat16",
+        "weights.scope=changed",
+        "weights.channel=filesystem",
+        "--name",
+        "c",
+    )
+    assert changed.code == 0, changed.err
+    assert changed.weights == whole.weights != "" and changed.counts == whole.counts
+
+
 @pytest.mark.parametrize(
     "kind", ["collective", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("ipc", "filesystem", "http"))]
 )

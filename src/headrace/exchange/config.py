@@ -66,6 +66,10 @@ class WeightsConfig(Config):
     channel: Literal["auto", "in_process", "shared_memory", "collective", "ipc", "filesystem", "http", "mesh"] = "auto"
     """auto: in_process with the local runtime, shared_memory with processes. ipc: memory that torch shares; filesystem: a
     safetensors file a version, in the run's folder; http, collective (gloo): also between machines."""
+    scope: Literal["full", "changed"] = "full"
+    """full: all weights, each time; changed: positions and values of what changed, to the bit."""
+    full_every: Annotated[int, Meta(ge=1)] = 20
+    """With scope = changed, send every so-many-th version whole."""
     address: str = "127.0.0.1:0"
     """HOST:PORT at which the trainer offers weights, for channel = http and collective. Port 0: any free one."""
     bucket_mb: Annotated[float, Meta(gt=0)] = 64.0

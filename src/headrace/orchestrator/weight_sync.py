@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from headrace.errors import CallTimeout, NoEngines, PartFailed
+from headrace.errors import BaseMissing, CallTimeout, NoEngines, PartFailed
 from headrace.exchange.interruption import Interruption
 from headrace.orchestrator.dispatcher import Dispatcher, EngineSlot, with_deadline
 from headrace.types import NO_VERSION, WeightTicket
@@ -32,7 +32,8 @@ class SyncTimes:
 
 
 class WeightSync:
-    """Keeps all engines of a dispatcher on one version. `scoring()` resolves once no score is in progress."""
+    """Keeps all engines of a dispatcher on one version. `scoring()` resolves once no score is in progress; `whole()` has the
+    trainer send its last version at full scope."""
 
     def __init__(
         self,
@@ -43,14 +44,16 @@ class WeightSync:
         commit_timeout_s: float,
         drain_timeout_s: float,
         scoring: Callable[[], Awaitable[None]],
+        whole: Callable[[], Awaitable[WeightTicket]] | None = None,
     ) -> None:
         self.dispatcher, self.interruption, self.scoring = dispatcher, interruption, scoring
         self.prepare_timeout_s, self.commit_timeout_s = prepare_timeout_s, commit_timeout_s
         self.drain_timeout_s = drain_timeout_s
+        self.whole = whole
         self.lock = asyncio.Lock()
         self.live_version = NO_VERSION
         self.ticket: WeightTicket | None = None
-        """The newest full-scope ticket: what a joiner loads."""
+        """The newest: a joiner loads it, at full scope."""
         self.syncs = 0
         self.last: SyncTimes | None = None
 
@@ -60,7 +63,7 @@ class WeightSync:
             self.ticket = ticket
             clock = asyncio.get_running_loop().time
             started = clock()
-            await self._all(lambda slot: slot.proxy.prepare(ticket), self.prepare_timeout_s, "prepare")
+            await self._all(lambda slot: self._prepare(slot, ticket), self.prepare_timeout_s, "prepare")
             await self.dispatcher.note_started()
             prepared = clock()
             if self.interruption.drain:
@@ -84,10 +87,21 @@ class WeightSync:
     async def join(self, slot: EngineSlot) -> None:
         """Bring a new engine to the newest version and let it serve. Raises `PartFailed` when it cannot."""
         async with self.lock:
-            if self.ticket is not None:
-                await with_deadline(slot.proxy.prepare(self.ticket), self.prepare_timeout_s, f"{slot.name}.prepare")
-                await with_deadline(self._commit(slot, self.ticket), self.commit_timeout_s, f"{slot.name}.commit")
+            if (ticket := self.ticket) is not None:
+                if ticket.scope == "changed" and self.whole is not None:
+                    ticket = await with_deadline(self.whole(), self.prepare_timeout_s, "trainer.republish")
+                await with_deadline(slot.proxy.prepare(ticket), self.prepare_timeout_s, f"{slot.name}.prepare")
+                await with_deadline(self._commit(slot, ticket), self.commit_timeout_s, f"{slot.name}.commit")
             self.dispatcher.join(slot)
+
+    async def _prepare(self, slot: EngineSlot, ticket: WeightTicket) -> None:
+        """With the weights whole for an engine that has not the version before."""
+        try:
+            await slot.proxy.prepare(ticket)
+        except BaseMissing:
+            if self.whole is None:
+                raise
+            await slot.proxy.prepare(await self.whole())
 
     async def _commit(self, slot: EngineSlot, ticket: WeightTicket) -> None:
         await slot.proxy.commit(ticket, self.interruption.running)

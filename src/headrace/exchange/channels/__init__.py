@@ -16,6 +16,8 @@ def open_channel(
     address: str = "127.0.0.1:0",
     bucket_mb: float = 64.0,
     timeout_s: float = 20.0,
+    scope: str = "full",
+    full_every: int = 20,
 ) -> WeightChannel:
     """The channel called `kind`.
 
@@ -24,7 +26,20 @@ def open_channel(
     address: HOST:PORT that the publisher listens at (http, collective)
     bucket_mb: bytes that one call moves (collective)
     timeout_s: of a transfer that stands still (http, collective)
+    scope: "changed" sends what changed since the last version, and every `full_every`-th version whole
     """
+    if scope == "changed":
+        from headrace.exchange.channels.changed import ChangedValues
+
+        inner = open_channel(
+            kind,
+            lease_timeout_s=lease_timeout_s,
+            folder=folder,
+            address=address,
+            bucket_mb=bucket_mb,
+            timeout_s=timeout_s,
+        )
+        return ChangedValues(inner, full_every)
     match kind:
         case "in_process":
             from headrace.exchange.channels.in_process import InProcessChannel

@@ -13,7 +13,7 @@ import torch
 
 from headrace.errors import PartFailed, StaleTicket
 from headrace.exchange.channels.layout import Layout, checksum, fill, plan, views
-from headrace.types import MAIN_POLICY, NO_VERSION, WeightTicket
+from headrace.types import MAIN_POLICY, NO_VERSION, Scope, WeightTicket
 
 
 class Channel:
@@ -154,7 +154,11 @@ class CopyingChannel(Channel):
         self._reading = threading.Lock()
 
     def publish(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, policy: str = MAIN_POLICY
+        self,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        version: int,
+        policy: str = MAIN_POLICY,
+        scope: Scope = "full",
     ) -> WeightTicket:
         self._begin(version, policy)
         named = list(tensors)
@@ -167,7 +171,7 @@ class CopyingChannel(Channel):
         locator = self._offer(slot, policy, version)
         self._published.add(policy, slot, version)
         ticket = WeightTicket(
-            policy=policy, version=version, scope="full", locator=locator, checksum=digest, bytes=layout.bytes
+            policy=policy, version=version, scope=scope, locator=locator, checksum=digest, bytes=layout.bytes
         )
         self._remember(ticket)
         return ticket

@@ -23,7 +23,7 @@ import torch
 from headrace.errors import PartFailed, StaleTicket
 from headrace.exchange.channels.base import Channel
 from headrace.exchange.channels.layout import block_sums
-from headrace.types import MAIN_POLICY, WeightTicket
+from headrace.types import MAIN_POLICY, Scope, WeightTicket
 
 
 class FilesystemChannel(Channel):
@@ -38,7 +38,11 @@ class FilesystemChannel(Channel):
         return {"folder": str(self._folder), "keep": self._keep}
 
     def publish(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, policy: str = MAIN_POLICY
+        self,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        version: int,
+        policy: str = MAIN_POLICY,
+        scope: Scope = "full",
     ) -> WeightTicket:
         from safetensors.torch import save_file
 
@@ -54,7 +58,7 @@ class FilesystemChannel(Channel):
             ticket = WeightTicket(
                 policy=policy,
                 version=version,
-                scope="full",
+                scope=scope,
                 locator=f"file://{path.resolve()}",
                 checksum=file_checksum(building, version, policy),
                 bytes=sum(tensor.numel() * tensor.element_size() for tensor in named.values()),

@@ -9,7 +9,7 @@ import torch
 from headrace.errors import ConfigError, PartFailed, StaleTicket
 from headrace.exchange.channels.base import Channel, Slots
 from headrace.exchange.channels.layout import checksum, fill, plan, views
-from headrace.types import MAIN_POLICY, WeightTicket
+from headrace.types import MAIN_POLICY, Scope, WeightTicket
 
 
 class InProcessChannel(Channel):
@@ -20,7 +20,11 @@ class InProcessChannel(Channel):
         self._slots = Slots()
 
     def publish(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, policy: str = MAIN_POLICY
+        self,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        version: int,
+        policy: str = MAIN_POLICY,
+        scope: Scope = "full",
     ) -> WeightTicket:
         self._begin(version, policy)
         named = list(tensors)
@@ -32,7 +36,7 @@ class InProcessChannel(Channel):
         ticket = WeightTicket(
             policy=policy,
             version=version,
-            scope="full",
+            scope=scope,
             locator=f"in_process:{id(self):x}",
             checksum=checksum(slot.memory, layout, version, policy),
             bytes=layout.bytes,

@@ -28,7 +28,7 @@ import torch
 from headrace.errors import PartFailed, StaleTicket
 from headrace.exchange.channels.base import Channel
 from headrace.exchange.channels.layout import Layout, checksum, fill, parse_manifest, plan, views
-from headrace.types import MAIN_POLICY, NO_VERSION, WeightTicket
+from headrace.types import MAIN_POLICY, NO_VERSION, Scope, WeightTicket
 
 _HEADER = struct.Struct("<16sqQQQ")  # token, version, bytes of the manifest, where the data starts, its capacity
 _PAGE_BYTES = 4096
@@ -52,7 +52,11 @@ class SharedMemoryChannel(Channel):
         return {"lease_timeout_s": self.lease_timeout_s}
 
     def publish(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, policy: str = MAIN_POLICY
+        self,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        version: int,
+        policy: str = MAIN_POLICY,
+        scope: Scope = "full",
     ) -> WeightTicket:
         self._begin(version, policy)
         named = list(tensors)
@@ -69,7 +73,7 @@ class SharedMemoryChannel(Channel):
         ticket = WeightTicket(
             policy=policy,
             version=version,
-            scope="full",
+            scope=scope,
             locator=segment.locator,
             checksum=digest,
             bytes=layout.bytes,

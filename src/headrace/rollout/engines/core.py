@@ -208,8 +208,8 @@ class Core(ABC):
 
     def wanted(self, ticket: WeightTicket) -> bool:
         """Whether a prepare of this ticket has work to do. Raises StaleTicket on a step back."""
-        if ticket.scope != "full":
-            raise PartFailed(f"this engine loads tickets of scope full, found {ticket.scope!r}")
+        if ticket.scope == "adapter":  # for "changed", the channel's end gives all tensors
+            raise PartFailed(f"this engine loads tickets of scope full or changed, found {ticket.scope!r}")
         newest = max(self.version, self.staged[0] if self.staged else NO_VERSION)
         if ticket.version < newest:
             raise StaleTicket(f"version {ticket.version} is older than version {newest}, which is here already")

@@ -37,6 +37,10 @@ class PolicyDevice:
         self._version = version
         return ticket
 
+    async def republish(self) -> WeightTicket:
+        """The last version again, whole: for a receiver that has no base for what changed."""
+        return self._channel.whole()  # type: ignore[union-attr]
+
     async def fingerprint(self) -> str:
         """sha256 over all weights and running figures."""
         digest = hashlib.sha256()

@@ -148,6 +148,10 @@ class SingleDevice:
         self._version = version
         return ticket
 
+    async def republish(self) -> WeightTicket:
+        """The last version again, whole: for a receiver that has no base for what changed."""
+        return self._channel.whole()  # type: ignore[union-attr]
+
     async def offload(self) -> None:
         """Leave the device to others: gradients are freed, the optimiser's moments moved away. The weights stay."""
         if self._offloaded is None:
