@@ -21,7 +21,7 @@ import torch
 
 from headrace.protocols import Resources, WorkerContext
 from headrace.rollout.config import EngineConfig
-from headrace.rollout.engines.native import attention, batches, core, engine, linear, llama
+from headrace.rollout.engines.native import engine
 from headrace.types import GenerateRequest, RequestKey, SamplingParams
 
 SHAPES = {
@@ -94,6 +94,8 @@ class Clock:
 
 def watch() -> Clock:
     """Every part of a pass under a clock. For the rest of the process."""
+    from headrace.rollout.engines.native import attention, batches, core, linear, llama
+
     clock = Clock()
     clock.wrap(core.NativeCore, "advance", "scheduling")
     clock.wrap(batches.Batcher, "ragged", "batch arrays")

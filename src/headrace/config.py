@@ -134,6 +134,7 @@ def _anchor_paths(tables: dict[str, Any], folder: Path) -> None:
         "tasks.source",
         "evaluation.source",
         "rollout.function",
+        "rollout.engine.kv_folder",
         "reward.functions",
     ):
         *parents, key = path.split(".")
@@ -154,6 +155,8 @@ def _anchor_paths(tables: dict[str, Any], folder: Path) -> None:
 def _anchored(text: str, path: str, folder: Path) -> str:
     if path == "model.path":
         return text if text in ("", "smollm2", "tiny") else str(folder.resolve() / Path(text).expanduser())
+    if path == "rollout.engine.kv_folder":
+        return str(folder.resolve() / Path(text).expanduser()) if text else text
     head, colon, rest = text.partition(":")
     if colon and head in ("jsonl", "hf"):
         return f"{head}:{folder.resolve() / Path(rest).expanduser()}" if rest else text

@@ -132,7 +132,8 @@ class GenerateRequest:
     prompt_ids: [P] the prompt's tokens
     prefix: what an earlier, interrupted try of the same generation already sampled; it counts towards `max_tokens`
     group_id: siblings share it, so that the engine computes their prompt once
-    kv_handle: names keys and values that an engine saved with `abort(keep_kv=True)`; gone handles fall back to `prefix`
+    keep_kv: save its keys and values whenever it is aborted, by a weight swap too, as `abort(keep_kv=True)` does
+    kv_handle: names keys and values that an engine saved; gone handles fall back to `prefix`
     """
 
     key: RequestKey
@@ -140,6 +141,7 @@ class GenerateRequest:
     prompt_ids: Array
     sampling: SamplingParams
     prefix: Generation | None = None
+    keep_kv: bool = False
     kv_handle: str | None = None
     policy: str = MAIN_POLICY
 

@@ -84,6 +84,12 @@ class EngineConfig(Config):
     """Tokens in one block of the cache."""
     prefill_tokens: Positive = 512
     """Most prompt tokens in one pass, so that a long prompt does not hold up those who decode."""
+    preemption: Literal["recompute", "save"] = "recompute"
+    """What becomes of keys and values that have to make room: computed again later, or saved outside the cache."""
+    kv_saved_mb: NonNegative = 1024
+    """Most megabytes of saved keys and values of one engine; the oldest go first and are then computed again."""
+    kv_folder: str = ""
+    """Folder to save them in, where another engine may take them up; empty: in the engine's own memory."""
     context_length: NonNegative = 0
     """Longest prompt plus completion; 0: the model's own limit."""
     deterministic: bool = False

@@ -278,6 +278,7 @@ class TokenRollout:
                 prompt_ids=np.array(prompt, np.int64),
                 sampling=sampling,
                 prefix=prefix,
+                keep_kv=self.partial.keep_kv,
                 kv_handle=prefix.kv_handle if prefix is not None and self.partial.keep_kv else None,
             )
             attempt += 1

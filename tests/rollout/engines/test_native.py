@@ -259,6 +259,20 @@ async def test_little_memory_changes_nothing_but_time(kv_tokens):
     await tight.close()
 
 
+@pytest.mark.parametrize("kv_saved_mb", [1, 0])
+async def test_preempted_keys_and_values_are_saved_as_long_as_there_is_room_for_them(kv_saved_mb):
+    requests = mixed(16)
+    free = build_engine()
+    tight = build_engine(kv_tokens=64, preemption="save", kv_saved_mb=kv_saved_mb)
+    plenty, scarce = await run(free, requests), await asyncio.wait_for(run(tight, requests), 60)
+    assert tokens(plenty) == tokens(scarce)
+    stats = await tight.stats()
+    assert stats.preemptions > 0 and (stats.recomputed_tokens == 0) == (kv_saved_mb == 1)
+    assert stats.kv_tokens_used == 0 and tight.core.saves.bytes == 0
+    await free.close()
+    await tight.close()
+
+
 async def test_blocks_never_run_over_the_bound():
     engine = build_engine(kv_tokens=64)
     most = 0
@@ -396,72 +410,11 @@ async def test_the_stand_still_of_a_swap_is_measured_and_short():
         await engine.prepare(ticket)
         await until(lambda s, v=version: sampled(s, request) >= 5 * v, engine)
         await engine.commit(ticket)
-        await until(lambda s, v=version: s.swaps == v and sampled(s, request) > 5 * v + 2, engine)
+        then = sampled(await engine.stats(), request)
+        await until(lambda s, n=then + 2: sampled(s, request) > n, engine)
         assert 0 < (await engine.stats()).standstill_s < 0.5
     await engine.abort(request.request_id)
     await task
-    await engine.close()
-
-
-# ------------------------------------------------------------------------------------------------------------ handles
-
-
-@pytest.mark.parametrize("kept", [True, False])
-async def test_a_kept_generation_goes_on_bit_for_bit_and_a_lost_one_from_its_prefix(kept):
-    engine = build_engine()
-    whole = await engine.generate(ask(prompt_of(10), "whole", **endless(40)))
-    request = ask(prompt_of(10), "cut", **endless(40))
-    task = asyncio.ensure_future(engine.generate(request))
-    await until(lambda s: sampled(s, request) >= 7, engine)
-    await engine.abort(request.request_id, keep_kv=True)
-    part = await task
-    assert part.kv_handle and (await engine.stats()).kv_tokens_used > 0
-    if not kept:
-        engine.core.drop_cache()
-    again = await engine.generate(
-        ask(prompt_of(10), "cut", attempt=1, prefix=part, kv_handle=part.kv_handle, **endless(40))
-    )
-    assert again.token_ids.tolist() == whole.token_ids.tolist()
-    assert not kept or again.logprobs.tolist() == whole.logprobs.tolist()
-    stats = await engine.stats()
-    assert stats.prompt_tokens - stats.cached_prompt_tokens <= 11 or not kept  # the first prompt and one token to go on
-    assert (await engine.stats()).kv_tokens_used == 0
-    await engine.close()
-
-
-async def test_a_generation_kept_over_a_swap_is_that_of_one_never_interrupted():
-    other = build_model("llama", seed=9)
-
-    async def go(interrupt):
-        channel = InProcessChannel()
-        engine = build_engine(channel=channel)
-        request = ask(prompt_of(10), **endless(40))
-        task = asyncio.ensure_future(engine.generate(request))
-        await until(lambda s: sampled(s, request) >= 7, engine)
-        if interrupt:
-            await engine.abort(request.request_id, keep_kv=True)
-            part = await task
-        await engine.commit(publish(channel, other, 1))
-        if interrupt:
-            again = ask(prompt_of(10), attempt=1, prefix=part, kv_handle=part.kv_handle, **endless(40))
-            task = asyncio.ensure_future(engine.generate(again))
-        got = await task
-        await engine.close()
-        return got
-
-    a, b = await go(True), await go(False)
-    assert a.token_ids.tolist() == b.token_ids.tolist() and a.logprobs.tolist() == b.logprobs.tolist()
-
-
-async def test_kept_generations_give_way_when_room_is_short():
-    engine = build_engine(kv_tokens=32)
-    request = ask(prompt_of(10), **endless(20))
-    task = asyncio.ensure_future(engine.generate(request))
-    await until(lambda s: sampled(s, request) >= 7, engine)
-    await engine.abort(request.request_id, keep_kv=True)
-    await task
-    got = await asyncio.wait_for(engine.generate(ask(prompt_of(25), "other", **endless(5))), 20)
-    assert got.token_ids.size == 5
     await engine.close()
 
 

@@ -91,9 +91,7 @@ class Core(ABC):
         """Stop a request and hand back what it has; None for an id that is not here."""
         for sequence in (*self.running, *self.waiting):
             if sequence.request_id == request_id:
-                if keep_kv and sequence in self.running:
-                    sequence.kv_handle = self.save(sequence)
-                self.finish(sequence, "abort")
+                self._hand_back(sequence, keep_kv)
                 return sequence.generation()
         return None
 
@@ -248,12 +246,12 @@ class Core(ABC):
                 return
             raise PartFailed(f"version {version} is not staged")
         start = time.monotonic_ns()
+        if running == "abort":
+            self._abort_started()
         if self.weights is not None:
             self.spare = self.weights
         self.version, self.weights = self.staged
         self.staged = None
-        if running == "abort":
-            self._abort_started()
         self.weights_changed(recompute=self.recompute_on_swap and running != "freeze")
         self.swaps += 1
         end = time.monotonic_ns()
@@ -265,7 +263,12 @@ class Core(ABC):
 
     def _abort_started(self) -> None:
         for sequence in (*self.running, *[one for one in self.waiting if one.started]):
-            self.finish(sequence, "abort")
+            self._hand_back(sequence)
+
+    def _hand_back(self, sequence: Sequence, keep_kv: bool = False) -> None:
+        if keep_kv or sequence.request.keep_kv:
+            sequence.kv_handle = self.save(sequence)
+        self.finish(sequence, "abort")
 
     # --------------------------------------------------------------------------------------------- pause and sleep
 
@@ -338,7 +341,7 @@ class Core(ABC):
         sequence.blocks, sequence.kv_length, sequence.kv_pure = [], 0, True
 
     def save(self, sequence: Sequence) -> str | None:
-        """Keep its keys and values under a handle, if the engine can."""
+        """Keep its keys and values under a handle, if the engine can and has them."""
         return None
 
     @abstractmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +16,16 @@ _FALLBACK_CONTEXT = 2048
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """vocab_size, the longest sequence, the model's own end tokens, and its tokenizer where the folder has one."""
+    """vocab_size, the longest sequence, the model's own end tokens, and its tokenizer where the folder has one.
+
+    mark: digest of its configuration; models of one mark have keys and values of the same form
+    """
 
     vocab_size: int
     context_length: int
     end_ids: tuple[int, ...]
     tokenizer: Any = None
+    mark: str = ""
 
 
 def read_config(folder: str) -> Any:
@@ -48,7 +53,8 @@ def read_facts(folder: str, context_length: int = 0) -> ModelFacts:
     if generation.is_file():
         ends += _ids(json.loads(generation.read_text()).get("eos_token_id"))
     ends += _ids(getattr(tokenizer, "eos_token_id", None))
-    return ModelFacts(text.vocab_size, context_length or own, tuple(dict.fromkeys(ends)), tokenizer)
+    mark = hashlib.sha256((Path(folder) / "config.json").read_bytes()).hexdigest()
+    return ModelFacts(text.vocab_size, context_length or own, tuple(dict.fromkeys(ends)), tokenizer, mark)
 
 
 def load_model(folder: str, dtype: str, attention: str) -> Any:

@@ -52,6 +52,8 @@ class Sequence:
     kv_length: int = 0
     kv_pure: bool = True
     """All its keys and values were made by the live weights."""
+    saved: str | None = None
+    """Handle of its keys and values while it waits for room."""
 
     @property
     def request_id(self) -> str:

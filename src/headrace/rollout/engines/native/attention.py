@@ -72,7 +72,7 @@ class KeyValues:
         self.values: dict[int, torch.Tensor] = {}
 
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """keys, values: [N, kv_heads, head_dim]"""
+        """slots: [N]; keys, values: [N, kv_heads, head_dim]"""
         if layer not in self.keys:
             # Not cleared: a slot is read only after it was written, and untouched memory costs nothing.
             self.keys[layer] = keys.new_empty(self.slots, *keys.shape[1:])
@@ -85,6 +85,10 @@ class KeyValues:
         for store in (self.keys, self.values):
             for layer in store.values():
                 layer[target : target + count] = layer[source : source + count]
+
+    def read(self, slots: torch.Tensor) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """Layer -> copies of keys and values at some slots."""
+        return {layer: (keys[slots], self.values[layer][slots]) for layer, keys in self.keys.items()}
 
     def drop(self) -> None:
         self.keys.clear()

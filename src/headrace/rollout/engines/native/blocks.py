@@ -60,6 +60,9 @@ class Match:
         return len(self.blocks) * block_size + self.tail_tokens
 
 
+NO_MATCH = Match([], -1, 0, None)
+
+
 class BlockTable:
     """Who holds which block, and what is where."""
 
@@ -73,13 +76,13 @@ class BlockTable:
         self._ends: OrderedDict[tuple[Node, int], None] = OrderedDict()
 
     @property
-    def cached(self) -> int:
-        """Blocks that nobody holds and that can be found again."""
-        return len(self._cached)
+    def room(self) -> int:
+        """Blocks that nobody holds."""
+        return len(self._free) + len(self._cached)
 
     def allocate(self, count: int) -> list[int] | None:
         """`count` blocks, or None when so many cannot be had."""
-        if len(self._free) + len(self._cached) < count:
+        if self.room < count:
             return None
         got = []
         for _ in range(count):

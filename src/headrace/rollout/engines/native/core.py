@@ -15,7 +15,8 @@ from headrace.rollout.engines.core import Core
 from headrace.rollout.engines.models import ModelFacts
 from headrace.rollout.engines.native.attention import KeyValues, Pass
 from headrace.rollout.engines.native.batches import FIXED_PREFILL, Batcher, Piece
-from headrace.rollout.engines.native.blocks import BlockTable, Match
+from headrace.rollout.engines.native.blocks import NO_MATCH, BlockTable, Match
+from headrace.rollout.engines.native.saves import Saved, Saves
 from headrace.rollout.engines.sampling import Draw, Drawn
 from headrace.rollout.engines.sequences import Sequence
 
@@ -42,6 +43,7 @@ class NativeCore(Core):
         channel: Any,
         kv_on_swap: str,
         engine: EngineConfig,
+        dtype: str,
     ) -> None:
         super().__init__(context, facts, weights, channel, kv_on_swap, engine.max_running)
         self._builder = builder
@@ -54,8 +56,9 @@ class NativeCore(Core):
         self.batcher = Batcher(self.block_size, spare=blocks * self.block_size)
         self.fixed = engine.deterministic
         self.prefill_tokens = engine.prefill_tokens
-        self._saved: dict[str, tuple[list[int], list[int]]] = {}
-        self._saves = 0
+        self.save_preempted = engine.preemption == "save"
+        room = engine.kv_saved_mb * 1_000_000
+        self.saves = Saves(context.name, f"{facts.mark}/{dtype}", room, engine.kv_folder)
 
     def longest(self) -> int:
         return min(self.facts.context_length, self.table.total * self.block_size)
@@ -146,15 +149,22 @@ class NativeCore(Core):
             if not self.admissible(sequence):
                 continue
             known = sequence.ids[: sequence.prompt_length] if self.fixed else sequence.ids
-            match = self.table.match(known, leave_one=len(known) == len(sequence.ids))
-            if self._worth_waiting(known, match.length(self.block_size)):
+            held_back = sequence.saved or sequence.request.kv_handle
+            if held_back and self.table.room < -(-len(sequence.ids) // self.block_size):
+                break
+            saved = self._saved(sequence)
+            match = NO_MATCH if saved else self.table.match(known, leave_one=len(known) == len(sequence.ids))
+            if not saved and self._worth_waiting(known, match.length(self.block_size)):
                 continue
             if not self._give_blocks(sequence, match):
                 break
+            if saved:
+                self._restore(sequence, saved)
             self.waiting.remove(sequence)
             self.running.append(sequence)
             if sequence.started:
-                self.recomputed_tokens += len(sequence.ids) - sequence.kv_length
+                # The last token's were never there.
+                self.recomputed_tokens += max(len(sequence.ids) - 1 - sequence.kv_length, 0)
             else:
                 self.prompt_tokens += len(sequence.ids)
                 self.cached_prompt_tokens += sequence.kv_length
@@ -179,27 +189,18 @@ class NativeCore(Core):
     def _give_blocks(self, sequence: Sequence, match: Match) -> bool:
         """Blocks for all tokens of a sequence, shared where they are known. False when there is no room."""
         wanted = -(-len(sequence.ids) // self.block_size)
-        handle = sequence.request.kv_handle
-        if handle in self._saved and self._restore(sequence, *self._saved.pop(handle)):
-            return True
         # Held before allocating: making room may forget the very blocks that are about to be shared.
         shared = match.blocks + [match.tail] * (match.tail_tokens > 0)
         self.table.hold(shared)
         own = self.table.allocate(wanted - len(match.blocks))
         if own is None:
             self.table.release(shared)
-            return self._no_room()
+            return False
         if match.tail_tokens:
             self.store.copy(match.tail * self.block_size, own[0] * self.block_size, match.tail_tokens)
             self.table.release([match.tail])
         sequence.blocks, sequence.kv_length = match.blocks + own, match.length(self.block_size)
         return True
-
-    def _no_room(self) -> bool:
-        """Nothing runs that could end and make room: what was saved for later goes."""
-        if not self.running and self._saved:
-            self._drop_saved()
-        return False
 
     def _make_room(self, decoding: list[Sequence]) -> list[Sequence]:
         """A block for each sequence whose next token needs one, oldest first; the newest are preempted for it."""
@@ -208,12 +209,15 @@ class NativeCore(Core):
                 got = self.table.allocate(1)
                 if got is not None:
                     sequence.blocks += got
-                elif self._saved:
-                    self._drop_saved()
                 else:
                     self.preemptions += 1
-                    self.requeue(max(self.running, key=lambda one: one.arrival))
+                    self._preempt(max(self.running, key=lambda one: one.arrival))
         return [one for one in decoding if one in self.running]
+
+    def _preempt(self, sequence: Sequence) -> None:
+        handle = self.save(sequence) if self.save_preempted else None
+        self.requeue(sequence)
+        sequence.saved = handle
 
     def _computed(self, sequence: Sequence, batch: Pass, logits: torch.Tensor | None, row: int) -> None:
         """A piece of it is there, and maybe what comes next: siblings and later requests may share both."""
@@ -231,36 +235,39 @@ class NativeCore(Core):
             last = min(sequence.kv_length, sequence.prompt_length) if self.fixed else sequence.kv_length
             self.table.remember(sequence.ids[:last], sequence.blocks)
         self.table.release(sequence.blocks)
+        if sequence.saved is not None:
+            self.saves.drop(sequence.saved)
+            sequence.saved = None
         super().release(sequence)
 
     def save(self, sequence: Sequence) -> str | None:
-        """Hold a running sequence's blocks under a handle; they go when memory is short."""
-        if not sequence.blocks or sequence.kv_length < len(sequence.ids) - 1:
+        """A copy outside the store, of a sequence that has all but its last token's or waits with what was saved before."""
+        if sequence.saved is not None or not sequence.blocks or sequence.kv_length < len(sequence.ids) - 1:
+            handle, sequence.saved = sequence.saved, None
+            return handle
+        slots = self.batcher.slots(sequence.blocks, sequence.kv_length)
+        ids = sequence.ids[: sequence.kv_length]
+        return self.saves.put(Saved(ids, self.version, sequence.kv_pure, self.store.read(slots)))
+
+    def _saved(self, sequence: Sequence) -> Saved | None:
+        """What was saved of a sequence that is to go on, if it is there and may still be used."""
+        saved = self.saves.take(sequence.saved or sequence.request.kv_handle)
+        sequence.saved = None
+        if (
+            saved is None
+            or saved.ids != sequence.ids[:-1]
+            or (self.recompute_on_swap and saved.version != self.version)
+        ):
             return None
-        self._saves += 1
-        handle = f"{self.context.name}:{self._saves}"
-        used = sequence.blocks[: -(-sequence.kv_length // self.block_size)]
-        self.table.hold(used)
-        self._saved[handle] = (used, sequence.ids[: sequence.kv_length])
-        return handle
+        return saved
 
-    def _restore(self, sequence: Sequence, blocks: list[int], ids: list[int]) -> bool:
-        """Saved blocks into a sequence; False when they hold other tokens or there is no room beside them."""
-        own = None
-        if sequence.ids[: len(ids)] == ids and len(ids) == len(sequence.ids) - 1:
-            own = self.table.allocate(-(-len(sequence.ids) // self.block_size) - len(blocks))
-        if own is None:
-            self.table.release(blocks)
-            return False
-        sequence.blocks, sequence.kv_length = blocks + own, len(ids)
-        # Older weights may have made them.
-        sequence.kv_pure, sequence.started = False, True
-        return True
-
-    def _drop_saved(self) -> None:
-        for blocks, _ in self._saved.values():
-            self.table.release(blocks)
-        self._saved.clear()
+    def _restore(self, sequence: Sequence, saved: Saved) -> None:
+        """Saved keys and values into the blocks of a sequence, which then decodes."""
+        slots = self.batcher.slots(sequence.blocks, len(saved.ids))
+        for layer, (keys, values) in saved.layers.items():
+            self.store.write(layer, slots, keys, values)
+        sequence.kv_length = len(saved.ids)
+        sequence.kv_pure, sequence.started = saved.pure and saved.version == self.version, True
 
     def weights_changed(self, recompute: bool) -> None:
         for sequence in list(self.running):
@@ -268,16 +275,12 @@ class NativeCore(Core):
             sequence.kv_pure = False
             if recompute or unfinished:
                 self.requeue(sequence)
-        if recompute:
-            self._drop_saved()
         self.table.clear()
 
     def drop_cache(self) -> None:
-        self._drop_saved()
         self.table.clear()
         self.store.drop()
 
     def kv_tokens(self) -> tuple[int, int]:
         held = {block for one in list(self.running) for block in one.blocks}
-        held.update(block for blocks, _ in list(self._saved.values()) for block in blocks)
         return len(held) * self.block_size, self.table.total * self.block_size

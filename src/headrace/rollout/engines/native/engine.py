@@ -40,7 +40,7 @@ def build_native(
         torch.set_num_threads(threads)
     facts = read_facts(model_folder, engine.context_length)
     weights, builder = _weights(model_folder, dtype, facts.context_length, pack=not engine.deterministic)
-    core = NativeCore(context, facts, weights, builder, channel, kv_on_swap, engine)
+    core = NativeCore(context, facts, weights, builder, channel, kv_on_swap, engine, dtype)
     return NativeEngine(core, inline=inline, threads=threads)
 
 
