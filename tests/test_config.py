@@ -210,7 +210,10 @@ def strategy(annotation: Any) -> st.SearchStrategy:
 
 
 def with_known_model(config: RunConfig) -> RunConfig:
-    return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path="tiny"))
+    """Paths as reading leaves them: absolute."""
+    replace = msgspec.structs.replace
+    engine = replace(config.rollout.engine, kv_folder="")
+    return replace(config, model=replace(config.model, path="tiny"), rollout=replace(config.rollout, engine=engine))
 
 
 @settings(max_examples=60, deadline=None)
