@@ -54,7 +54,7 @@ class Flow:
     learner: TimedLearner
     seed: int = 0
     engines: int = 1
-    group: GroupConfig = GroupConfig()
+    group: GroupConfig = field(default_factory=GroupConfig)
     max_tokens: int = 64
     interruption: str = "never"
     partial: str = "continue"
@@ -62,7 +62,7 @@ class Flow:
     on_stale: str = "drop"
     cancel_group: bool = False
     colocated: bool = False
-    scores: ScoreCosts = ScoreCosts()
+    scores: ScoreCosts = field(default_factory=ScoreCosts)
     lose_replies: float = 0.0
     restart_s: float = 2.0
     generate_timeout_s: float = 10.0

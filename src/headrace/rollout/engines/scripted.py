@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import itertools
 import math
 import random
 from collections import deque
@@ -68,7 +69,7 @@ class ScriptedCosts:
         points = [(count, count / rate) for count, rate in self.rates]
         if running <= points[0][0] or len(points) == 1:
             return points[0][1] * (1.0 if running <= points[0][0] else running / points[0][0])
-        pairs = list(zip(points, points[1:], strict=False))
+        pairs = list(itertools.pairwise(points))
         (low, low_s), (high, high_s) = next((pair for pair in pairs if running <= pair[1][0]), pairs[-1])
         return low_s + (high_s - low_s) * (running - low) / (high - low)
 
