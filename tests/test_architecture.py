@@ -21,6 +21,7 @@ RANKS = {
     "policies": 2,
     **dict.fromkeys(PLANES, 3),
     "config": 4,
+    "nearest": 5,
     **dict.fromkeys(("models", "orchestrator"), 5),
     "estimates": 6,
     "assemble_control": 7,

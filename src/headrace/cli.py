@@ -46,6 +46,11 @@ Overrides = Annotated[
 ]
 
 
+NearestOption = Annotated[
+    bool, typer.Option("--nearest", help="Use the nearest part where one that the config names is not here.")
+]
+
+
 @app.command()
 def run(
     config: Annotated[
@@ -63,6 +68,7 @@ def run(
         str, typer.Option(help="Name of the run's folder, in place of the config's.", show_default=False)
     ] = "",
     display: Annotated[Display | None, typer.Option(help="How progress is shown.", show_default=False)] = None,
+    nearest: NearestOption = False,
 ) -> None:
     """Train (or only roll out), into a folder of its own."""
     words = [word for word in (config, *(overrides or [])) if word]
@@ -74,18 +80,18 @@ def run(
         folder, loaded = open_run_dir(resume, words, only=part)
         code = _run(loaded, folder, only=part, resume=True, display=shown, samples=samples)
     else:
-        loaded = _load(words[0], words[1:] + ([f'name="{name}"'] if name else []), only=part)
+        loaded = _load(words[0], words[1:] + ([f'name="{name}"'] if name else []), only=part, nearest=nearest)
         folder = make_run_dir(runs_dir / loaded.name, loaded)
         code = _run(loaded, folder, only=part, resume=False, display=shown, samples=samples)
     raise typer.Exit(code)
 
 
 @app.command()
-def check(config: ConfigArgument, overrides: Overrides = None) -> None:
+def check(config: ConfigArgument, overrides: Overrides = None, nearest: NearestOption = False) -> None:
     """Say what a config will do, and whether it will work, without training."""
     from headrace.check import check as check_config
 
-    raise typer.Exit(check_config(_load(config, overrides or [], warn=False)))
+    raise typer.Exit(check_config(_load(config, overrides or [], warn=False, nearest=nearest)))
 
 
 @app.command()
@@ -100,13 +106,24 @@ def report(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run's 
 
 @app.command()
 def presets() -> None:
-    """List the presets."""
-    from headrace.config import PRESETS_FOLDER, preset_names
+    """List the presets, and what each library's chooses on every axis."""
+    from headrace.config import PRESETS_FOLDER, library_names, load_config, preset_names
+    from headrace.nearest import AXES, axes, substitute
 
-    width = max(map(len, preset_names()))
+    width = max(map(len, [*preset_names(), *library_names()]))
+    typer.echo("work (headrace run NAME):")
     for preset in preset_names():
         first_line = (PRESETS_FOLDER / f"{preset}.toml").read_text(encoding="utf-8").partition("\n")[0]
-        typer.echo(f"{preset:{width}}  {first_line.lstrip('# ')}")
+        typer.echo(f"  {preset:{width}}  {first_line.lstrip('# ')}")
+    typer.echo("\nlibraries' choices on each axis (headrace run tiny+NAME --nearest; * marks what is not here):")
+    rows = [("", *AXES)]
+    for preset in library_names():
+        config = load_config(preset)
+        missing = {exchange.found for exchange in substitute(config)[1]}
+        rows.append((preset, *(f"{value}*" if value.split(", ")[-1] in missing else value for _, value in axes(config))))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        typer.echo("  " + "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def _check_run_options(
@@ -125,11 +142,14 @@ def _check_run_options(
         raise UserError(f"--samples: {samples} does not exist")
 
 
-def _load(source: str, overrides: list[str], *, only: str | None = None, warn: bool = True):
-    """The resolved, validated config; its warnings go to stderr."""
+def _load(source: str, overrides: list[str], *, only: str | None = None, warn: bool = True, nearest: bool = False):
+    """The resolved, validated config; its warnings, and parts that are exchanged for the nearest, go to stderr."""
     from headrace.config import load_config, resolve, validate
+    from headrace.nearest import exchanged
 
-    config = load_config(source, overrides)
+    config, exchanges = exchanged(load_config(source, overrides), allowed=nearest)
+    for exchange in exchanges:
+        typer.echo(f"headrace: {exchange}, which is used", err=True)
     warnings = validate(config, only=only) if warn else []
     for warning in warnings:
         typer.echo(f"headrace: warning: {warning}", err=True)

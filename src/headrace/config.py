@@ -21,6 +21,10 @@ from headrace.rollout.config import EnvConfig, GroupConfig, RolloutConfig, Tasks
 from headrace.training.config import AlgorithmConfig, TrainingConfig
 
 PRESETS_FOLDER = Path(__file__).parent / "presets"
+LIBRARIES_FOLDER = PRESETS_FOLDER / "libraries"
+"""Presets that choose the axes as a library was surveyed to, and no work."""
+DEFAULT_WORK = "tiny"
+"""What a library's preset that stands alone is run on."""
 
 
 class ModelConfig(Config):
@@ -69,14 +73,37 @@ class RunConfig(Config):
 def load_config(source: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The config in a TOML file, or of a preset, with `key.path=value` overrides on top. Not yet resolved or validated.
 
+    Several joined by `+` are laid one over another, the last on top: `tiny+verl` is the work of tiny under verl's axes.
     Relative paths in a file start at the file's folder, those in an override at the current one; both become absolute,
     so that a run can be resumed from anywhere.
     """
-    path = find_source(source)
-    tables = read_toml(path)
-    if path.parent != PRESETS_FOLDER:
-        _anchor_paths(tables, path.parent)
+    tables: dict[str, Any] = {}
+    for path in find_sources(source):
+        layer = read_toml(path)
+        if not path.is_relative_to(PRESETS_FOLDER):
+            _anchor_paths(layer, path.parent)
+        _lay_over(tables, layer)
     return config_from_dict(tables, overrides)
+
+
+def find_sources(source: str | Path) -> list[Path]:
+    """The files that a CONFIG argument means, bottom first. Libraries' presets alone are laid over `tiny`."""
+    if not isinstance(source, str) or "+" not in source or Path(source).expanduser().is_file():
+        paths = [find_source(source)]
+    else:
+        paths = [find_source(part) for part in source.split("+")]
+    if all(path.parent == LIBRARIES_FOLDER for path in paths):
+        paths.insert(0, find_source(DEFAULT_WORK))
+    return paths
+
+
+def _lay_over(tables: dict[str, Any], layer: dict[str, Any]) -> None:
+    """Keys of `layer` win; tables are joined key by key, anything else is replaced."""
+    for key, value in layer.items():
+        if isinstance(value, dict) and isinstance(tables.get(key), dict):
+            _lay_over(tables[key], value)
+        else:
+            tables[key] = value
 
 
 def config_from_dict(tables: dict[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
@@ -92,18 +119,23 @@ def preset_names() -> list[str]:
     return sorted(file.stem for file in PRESETS_FOLDER.glob("*.toml"))
 
 
+def library_names() -> list[str]:
+    """Presets that choose the axes of a library."""
+    return sorted(file.stem for file in LIBRARIES_FOLDER.glob("*.toml"))
+
+
 def find_source(source: str | Path) -> Path:
     """The file that a CONFIG argument means: a bare word is a preset, anything else a path."""
     text = str(source)
     path = Path(text).expanduser()
     if isinstance(source, str) and "/" not in text and not text.endswith(".toml"):
-        preset = PRESETS_FOLDER / f"{text}.toml"
-        if preset.is_file():
-            return preset
+        for folder in (PRESETS_FOLDER, LIBRARIES_FOLDER):
+            if (folder / f"{text}.toml").is_file():
+                return folder / f"{text}.toml"
         if not path.is_file():
             raise ConfigError(
                 "",
-                f"no preset named {text!r}{did_you_mean(text, preset_names())}; presets: {', '.join(preset_names())}, or give a .toml file",
+                f"no preset named {text!r}{did_you_mean(text, preset_names() + library_names())}; presets: {', '.join(preset_names())}, a library's (see `headrace presets`), or give a .toml file",
             )
     if not path.is_file():
         found = "is a folder" if path.is_dir() else "does not exist"
@@ -229,6 +261,7 @@ def available() -> dict[str, tuple[str, ...]]:
         "buffer.store": stores,
         "weights.channel": channels,
         "training.backend": ("single_device",),
+        "training.lora": ("off",),
     }
 
 

@@ -134,7 +134,7 @@ class Lab:
     """A folder with a config and reward functions, in which runs are started."""
 
     def __init__(self, folder: Path, model: Path) -> None:
-        self.folder, self.model = folder, model
+        self.folder, self.model, self.source = folder, model, "c.toml"
         (folder / "rewards.py").write_text(REWARDS)
         self.config()
 
@@ -143,7 +143,7 @@ class Lab:
         (self.folder / "c.toml").write_text(text)
 
     def words(self, words: tuple[str, ...], resume: str | None) -> list[str]:
-        start = ["run", "--resume", f"runs/{resume}"] if resume else ["run", "c.toml"]
+        start = ["run", "--resume", f"runs/{resume}"] if resume else ["run", self.source]
         return [*start, *words]
 
     def folder_of(self, words: list[str]) -> Path:

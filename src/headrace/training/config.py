@@ -148,8 +148,10 @@ class TrainingConfig(Config):
     whole batch. 0 waits for all."""
     micro_tokens: Positive = 4096
     """Most input tokens in one forward pass."""
-    backend: Literal["single_device", "scripted"] = "single_device"
-    """scripted: no model, for tests."""
+    backend: Literal["single_device", "fsdp2", "deepspeed", "megatron", "jax", "scripted"] = "single_device"
+    """How the trainer holds and splits the model; scripted: no model, for tests."""
+    lora: Literal["off", "adapter", "merged"] = "off"
+    """Train low-rank adapters alone. adapter: only they travel to the engines; merged: the whole model with them added."""
     threads: Positive = 1
     """Of the trainer's process."""
     gradient_checkpointing: bool = False
