@@ -120,7 +120,9 @@ def presets() -> None:
     for preset in library_names():
         config = load_config(preset)
         missing = {exchange.found for exchange in substitute(config)[1]}
-        rows.append((preset, *(f"{value}*" if value.split(", ")[-1] in missing else value for _, value in axes(config))))
+        rows.append(
+            (preset, *(f"{value}*" if value.split(", ")[-1] in missing else value for _, value in axes(config)))
+        )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         typer.echo("  " + "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())

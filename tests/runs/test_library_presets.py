@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
-from runs.launch import assert_accounted, assert_one_line
 
 from headrace.config import LIBRARIES_FOLDER, dump_config, library_names, load_config, resolve, validate
 from headrace.errors import ConfigError
 from headrace.nearest import exchanged, substitute
+from runs.launch import assert_accounted, assert_one_line
 
 SURVEYED = """areal areal_ray art atropos miles nemo_rl oat open_instruct openrlhf_async openrlhf_hybrid openrlhf_partial
 pipelinerl prime_rl roll skyrl slime slime_fully_async torchforge trl_async trl_sync tunix verifiers_rl verl verl_fully_async"""
