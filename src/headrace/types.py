@@ -37,7 +37,7 @@ def travels(cls: type[T]) -> type[T]:
     assign = object.__setattr__
 
     def __getstate__(self: Any) -> tuple[Any, ...]:
-        return values(self)
+        return values(self) if len(names) > 1 else (values(self),)
 
     def __setstate__(self: Any, state: tuple[Any, ...]) -> None:
         for name, value in zip(names, state, strict=True):

@@ -1,5 +1,6 @@
 """What every TrainBackend that holds real weights keeps to."""
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -10,17 +11,159 @@ import torch
 
 from headrace.errors import ConfigError, RunDirError, StaleTicket
 from headrace.exchange.channels.in_process import InProcessChannel
+from headrace.policies.config import PolicyConfig
+from headrace.policies.spaces import ActionSpec, Leaf, Spaces
 from headrace.training.advantages import group_advantages
+from headrace.training.backends.control_device import build_control_device
 from headrace.training.backends.single_device import build_single_device
 from headrace.training.batching import make_batches
-from headrace.training.config import LossConfig, OptimizerConfig, TrainingConfig
-from headrace.types import BUSY_KINDS
+from headrace.training.config import AlgorithmConfig, LossConfig, OptimizerConfig, TrainingConfig
+from headrace.types import BUSY_KINDS, StepBatch
 from training.helpers import Recorder, context, padded_logprobs, random_group, samples_in, save_tiny
 
 BUILDERS = {"single_device": build_single_device}
 CONFIG = TrainingConfig(
     steps=6, micro_tokens=40, optimizer=OptimizerConfig(lr=0.01, schedule="linear"), loss=LossConfig(kl_coef=0.05)
 )
+
+
+class Language:
+    """What the shared tests need of a backend for groups of answers."""
+
+    weights = "model.safetensors"
+
+    def __init__(self, folder) -> None:
+        self.folder = save_tiny(folder / "model")
+
+    async def build(self, channel=None, recorder=None):
+        return build_single_device(context(recorder), CONFIG, self.folder, "float32", channel, 8)
+
+    async def gradient(self, backend, seed, spoil=False):
+        batch = await backend.annotate(micros_of(seed)[0], ["reference"])
+        if spoil:
+            batch = dataclasses.replace(batch, advantages=np.full_like(batch.advantages, np.inf))
+        await backend.forward_backward(batch)
+
+
+class Control:
+    """The same for steps of environments, with running figures and a memory beside the weights."""
+
+    weights = "policy.safetensors"
+
+    def __init__(self, folder) -> None:
+        self.spaces = Spaces((Leaf("obs", "vector", (3,), "float32"),), ActionSpec("discrete", (), (2,), (0,)))
+
+    async def build(self, channel=None, recorder=None):
+        policy = PolicyConfig(hidden=(8,), recurrent="gru", recurrent_size=8, normalise_observations=True)
+        algorithm = AlgorithmConfig(normalise_returns=True, normalise_advantages=False)
+        backend = build_control_device(context(recorder), CONFIG, algorithm, policy, channel, 0)
+        await backend.begin(self.spaces)
+        return backend
+
+    async def gradient(self, backend, seed, spoil=False):
+        batch = await backend.annotate(random_steps(seed), ["values"])
+        if spoil:
+            batch = dataclasses.replace(batch, advantages=np.full_like(batch.advantages, np.inf))
+        await backend.forward_backward(batch)
+
+
+@pytest.fixture(params=[Language, Control])
+def kind(request, tmp_path):
+    torch.set_num_threads(1)
+    return request.param(tmp_path)
+
+
+async def one_step(kind, backend, seed):
+    await kind.gradient(backend, seed)
+    return await backend.optimizer_step()
+
+
+async def test_weights_change_at_the_step_alone(kind):
+    backend = await kind.build()
+    start = await backend.fingerprint()
+    await kind.gradient(backend, 0)
+    assert await backend.fingerprint() == start
+    metrics = await backend.optimizer_step()
+    assert await backend.fingerprint() != start
+    assert metrics["optimizer/grad_norm"].mean > 0 and metrics["optimizer/skipped"].mean == 0
+    assert metrics["optimizer/lr"].mean == 0.01
+    await backend.close()
+
+
+async def test_equal_work_gives_equal_weights_and_a_resumed_run_the_same(kind, tmp_path):
+    """Saved after two steps and loaded into a fresh backend, the third and fourth step end at the same hash."""
+    straight, stopped, resumed = [await kind.build() for _ in range(3)]
+    for seed in range(4):
+        await one_step(kind, straight, seed)
+    for seed in range(2):
+        await one_step(kind, stopped, seed)
+    await stopped.save(str(tmp_path / "ckpt"))
+    middle = await stopped.fingerprint()
+    await one_step(kind, resumed, 77)  # whatever it did before, load replaces it
+    await resumed.load(str(tmp_path / "ckpt"))
+    assert await resumed.fingerprint() == middle
+    for seed in range(2, 4):
+        rates = [(await one_step(kind, b, seed))["optimizer/lr"].mean for b in (resumed, stopped)]
+        assert rates[0] == rates[1] < 0.01
+    assert await resumed.fingerprint() == await stopped.fingerprint() == await straight.fingerprint()
+
+
+async def test_a_damaged_checkpoint_is_refused_and_changes_nothing(kind, tmp_path):
+    backend = await kind.build()
+    await backend.save(str(tmp_path / "ckpt"))
+    assert not any(path.suffix in (".bin", ".pt", ".pkl") for path in (tmp_path / "ckpt").iterdir())
+    await one_step(kind, backend, 0)
+    before = await backend.fingerprint()
+    path = tmp_path / "ckpt" / kind.weights
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(RunDirError, match=kind.weights):
+        await backend.load(str(tmp_path / "ckpt"))
+    assert await backend.fingerprint() == before
+    with pytest.raises(RunDirError, match=r"manifest\.json"):
+        await backend.load(str(tmp_path / "nothing"))
+
+
+async def test_a_non_finite_gradient_skips_the_step_and_is_counted(kind):
+    backend = await kind.build()
+    await one_step(kind, backend, 0)
+    before = await backend.fingerprint()
+    await kind.gradient(backend, 1, spoil=True)
+    metrics = await backend.optimizer_step()
+    assert metrics["optimizer/skipped"].mean == 1 and "optimizer/grad_norm" not in metrics
+    assert await backend.fingerprint() == before
+    assert (await one_step(kind, backend, 1))["optimizer/skipped"].mean == 0
+    assert await backend.fingerprint() != before
+
+
+async def test_versions_are_published_whole_and_in_order(kind):
+    channel = InProcessChannel()
+    backend = await kind.build(channel=channel)
+    ticket = await backend.publish(7)
+    sent = {name: tensor.clone() for name, tensor in channel.read(ticket).items()}
+    await one_step(kind, backend, 1)
+    with pytest.raises(StaleTicket):
+        await backend.publish(7)
+    newer = channel.read(await backend.publish(8))
+    assert set(sent) == set(newer) and any(not torch.equal(sent[name], newer[name]) for name in newer)
+    with pytest.raises(ConfigError, match=r"weights\.channel"):
+        await (await kind.build()).publish(1)
+
+
+async def test_its_work_is_on_the_timeline(kind):
+    recorder = Recorder()
+    backend = await kind.build(channel=InProcessChannel(), recorder=recorder)
+    await one_step(kind, backend, 0)
+    await backend.publish(1)
+    kinds = [event.kind for event in recorder.events]
+    assert {"annotate", "forward_backward", "optimizer_step", "publish"} == set(kinds)
+    assert set(kinds) <= set(BUSY_KINDS["trainer"])
+    assert all(event.duration_ns > 0 and event.source == "trainer" for event in recorder.events)
+    assert recorder.events[-1].version == 1
+
+
+# -------------------------------------------------------------------------------------------- language models alone
 
 
 @pytest.fixture(params=sorted(BUILDERS))
@@ -38,6 +181,27 @@ def build(request, tmp_path):
 def groups_of(seed, count=3):
     rng = np.random.default_rng(seed)
     return [random_group(rng, f"{seed}.{i}") for i in range(count)]
+
+
+def random_steps(seed, steps=5, count=4) -> StepBatch:
+    """Steps with ends, cuts, reset rows and final observations in them."""
+    rng = np.random.default_rng(seed)
+    done = rng.random((steps, count)) < 0.3
+    cut = done & (rng.random((steps, count)) < 0.5)
+    return StepBatch(
+        observations={"obs": rng.normal(size=(steps + 1, count, 3)).astype(np.float32)},
+        actions=rng.integers(2, size=(steps, count)),
+        rewards=rng.normal(size=(steps, count)).astype(np.float32),
+        discounts=np.where(done & ~cut, 0.0, 0.9).astype(np.float32),
+        cut=cut,
+        valid=rng.random((steps, count)) < 0.9,
+        resets=np.vstack([np.zeros((1, count), bool), done[:-1]]),
+        behavior_logprobs=np.full((steps, count), -0.7, np.float32),
+        policy_versions=np.zeros((steps, count), np.int32),
+        ended=np.argwhere(cut),
+        final_observations={"obs": rng.normal(size=(int(cut.sum()), 3)).astype(np.float32)},
+        initial_state={"h": rng.normal(size=(count, 8)).astype(np.float32)},
+    )
 
 
 def micros_of(seed, config=CONFIG):
@@ -80,26 +244,6 @@ async def test_the_reference_stays_the_model_at_the_start(build):
     assert np.abs(filled.proximal_logprobs - before).max() > 1e-3
 
 
-async def test_equal_work_gives_equal_weights_and_a_resumed_run_the_same(build, tmp_path):
-    """Saved after two steps and loaded into a fresh backend, the third and fourth step end at the same hash."""
-    straight = build()
-    for seed in range(4):
-        await step(straight, seed)
-    stopped = build()
-    for seed in range(2):
-        await step(stopped, seed)
-    await stopped.save(str(tmp_path / "ckpt"))
-    middle = await stopped.fingerprint()
-    resumed = build()
-    await step(resumed, 77)  # whatever it did before, load replaces it
-    await resumed.load(str(tmp_path / "ckpt"))
-    assert await resumed.fingerprint() == middle
-    for seed in range(2, 4):
-        rates = [(await step(b, seed))["optimizer/lr"].mean for b in (resumed, stopped)]
-        assert rates[0] == rates[1] < 0.01
-    assert await resumed.fingerprint() == await stopped.fingerprint() == await straight.fingerprint()
-
-
 async def test_a_checkpoint_is_a_plain_hugging_face_folder(build, tmp_path):
     from transformers import AutoModelForCausalLM
 
@@ -120,37 +264,6 @@ async def test_a_checkpoint_is_a_plain_hugging_face_folder(build, tmp_path):
     np.testing.assert_allclose(filled.proximal_logprobs, plain.numpy(), atol=3e-5)
 
 
-async def test_a_damaged_checkpoint_is_refused_and_changes_nothing(build, tmp_path):
-    backend = build()
-    await backend.save(str(tmp_path / "ckpt"))
-    await step(backend, 0)
-    before = await backend.fingerprint()
-    path = tmp_path / "ckpt" / "model.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-5] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(RunDirError, match=r"model\.safetensors"):
-        await backend.load(str(tmp_path / "ckpt"))
-    assert await backend.fingerprint() == before
-    with pytest.raises(RunDirError, match=r"manifest\.json"):
-        await backend.load(str(tmp_path / "nothing"))
-
-
-async def test_a_non_finite_gradient_skips_the_step_and_is_counted(build):
-    import dataclasses
-
-    backend = build()
-    await step(backend, 0)
-    before = await backend.fingerprint()
-    batch = await backend.annotate(micros_of(1)[0], ["reference"])
-    await backend.forward_backward(dataclasses.replace(batch, advantages=np.full_like(batch.advantages, np.inf)))
-    metrics = await backend.optimizer_step()
-    assert metrics["optimizer/skipped"].mean == 1 and "optimizer/grad_norm" not in metrics
-    assert await backend.fingerprint() == before
-    assert (await step(backend, 1))["optimizer/skipped"].mean == 0
-    assert await backend.fingerprint() != before
-
-
 async def test_publish_sends_each_weight_once_under_its_hugging_face_name(build):
     from safetensors import safe_open
 
@@ -169,11 +282,6 @@ async def test_publish_sends_each_weight_once_under_its_hugging_face_name(build)
     assert any(not torch.equal(sent[name], newer[name]) for name in newer)
 
 
-async def test_without_a_channel_publishing_says_so(build):
-    with pytest.raises(ConfigError, match=r"weights\.channel"):
-        await build().publish(1)
-
-
 async def test_metrics_are_finite_and_known_by_name(build):
     backend = build()
     batch = await backend.annotate(micros_of(0)[0], ["reference"])
@@ -184,18 +292,6 @@ async def test_metrics_are_finite_and_known_by_name(build):
     }  # fmt: skip
     assert expected <= set(metrics)
     assert all(math.isfinite(stat.mean) for stat in metrics.values())
-
-
-async def test_its_work_is_on_the_timeline(build):
-    recorder = Recorder()
-    backend = build(channel=InProcessChannel(), recorder=recorder)
-    await step(backend, 0)
-    await backend.publish(1)
-    kinds = [event.kind for event in recorder.events]
-    assert {"annotate", "forward_backward", "optimizer_step", "publish"} == set(kinds)
-    assert set(kinds) <= set(BUSY_KINDS["trainer"])
-    assert all(event.duration_ns > 0 and event.source == "trainer" for event in recorder.events)
-    assert recorder.events[-1].version == 1
 
 
 async def test_bfloat16_trains_and_resumes(build, tmp_path):

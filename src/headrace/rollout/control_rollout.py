@@ -57,6 +57,7 @@ class Actor:
         self._requests: dict[str, int] = {}
         self._aborted: set[str] = set()
         self._steps = 0
+        self._turn_at = 0.0
         self._worked: tuple[int, int] | None = None
         self._begin_episodes()
 
@@ -107,17 +108,16 @@ class Actor:
         noise = engine.noise(self.env.steps, environments.count)
         state = self._state
         recorded.initial_state = {name: value.numpy().copy() for name, value in state.items()}
-        turn_at = time.monotonic() + TURN_S
         for t in range(self.env.steps):
             actions, outputs, state = act(recorded.shown(t), state, noise[t])
             recorded.act(t, actions, outputs, engine.version)
             result = step(to_environment(recorded.actions[t]))
             recorded.step(t, result)
             state = self._count(recorded, t, result, state)
-            if (now := time.monotonic()) >= turn_at:
-                turn_at = now + TURN_S
+            if time.monotonic() >= self._turn_at:
                 self._requests[request.request_id] = t
                 await asyncio.sleep(0)
+                self._turn_at = time.monotonic() + TURN_S
                 if request.request_id in self._aborted:
                     raise PartFailed(f"{request.request_id} was aborted")
         self._observations, self._state = recorded.last(), state

@@ -278,10 +278,10 @@ def step_loss(inputs: StepLossInputs, config: AlgorithmConfig) -> tuple[Tensor, 
     with torch.no_grad():
         kl = ((ratios - 1 - log_ratios) * weights).sum() / count
         metrics = {
-            "loss/total": loss,
-            "loss/policy": policy_loss,
-            "loss/value": value_loss,
-            "loss/entropy": entropy,
+            "loss/total": loss.detach(),
+            "loss/policy": policy_loss.detach(),
+            "loss/value": value_loss.detach(),
+            "loss/entropy": entropy.detach(),
             "loss/kl": kl,
             "loss/clip_share": (outside * weights).sum() / count,
             "loss/ratio_max": (ratios * weights).max(),

@@ -80,7 +80,7 @@ class ControlDevice(PolicyDevice):
                 rows.fill(self._credit(batch, rows))
                 found = self._epochs(rows)
             self._follow(rows)
-        stats = torch.stack([torch.stack([v.detach().float() for v in part.values()]) for part in found.losses])
+        stats = torch.stack([torch.stack(list(part.values())) for part in found.losses])
         names = list(found.losses[0])
         metrics = {
             name: Stat(sum(column), len(column), max(column))
@@ -231,9 +231,11 @@ class ControlDevice(PolicyDevice):
             metrics = self._gradient(rows, slice(None))
         return {name: Stat(float(value), 1.0, float(value)) for name, value in metrics.items()}
 
-    async def optimizer_step(self) -> Metrics:
-        """Clip, step, advance the schedule, clear the gradients."""
+    async def optimizer_step(self, gradient_scale: float = 1.0) -> Metrics:
+        """Scale, clip, step, advance the schedule, clear the gradients."""
         with self._event("optimizer_step"):
+            if gradient_scale != 1.0:
+                self._flat.grads.mul_(gradient_scale)
             return self._step()
 
     # ------------------------------------------------------------------------------------------------ checkpoints

@@ -1,0 +1,151 @@
+"""Whole runs of control: they learn, repeat bit for bit, go on after a stop, and survive what breaks."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from headrace import cli
+from headrace.exchange.codec import decode_unit, encode
+from headrace.observability.report import build_report
+from rollout.control_helpers import actor, collect
+from runs.launch import Ran, Running, assert_accounted, assert_one_line
+
+SMALL = ["env.target_return=none", "env.count=8", "env.steps=16", "training.steps=8"]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch, capfd):
+    """Run a preset in this process, in a folder of its own."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.chdir(tmp_path)
+
+    def start(preset: str, *words: str, name: str = "r", resume: bool = False) -> Ran:
+        line = ["run", "--resume", f"runs/{name}"] if resume else ["run", preset, "--name", name]
+        monkeypatch.setattr(sys, "argv", ["headrace", *line, *words, "--display", "lines"])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        out, err = capfd.readouterr()
+        return Ran(ended.value.code or 0, out, err, tmp_path / "runs" / name)
+
+    yield start
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def start(tmp_path: Path):
+    """Start a preset in processes of its own."""
+    started: list[Running] = []
+
+    def begin(preset: str, *words: str, name: str = "r") -> Running:
+        line = ["run", preset, "--name", name, *words, "--display", "lines"]
+        started.append(Running(line, tmp_path, tmp_path / "runs" / name))
+        return started[-1]
+
+    yield begin
+    for running in started:
+        running.end()
+
+
+def test_cartpole_is_learned_and_the_report_says_how(run):
+    ran = run("cartpole")
+    assert ran.code == 0 and ran.steps[-1]["reward/mean"] >= 475, ran.out[-500:]
+    assert len(ran.steps) < 120, "it used to take about 60 steps"
+    assert_accounted(ran)
+    assert "episodes/s" in ran.out and "steps/s" in ran.out
+    report = build_report(ran.folder)
+    text = str(report.text())
+    assert "steps/s" in text and "lag of a step" in text and "bottleneck" in text
+    assert "How do the episodes go?" in report.write_html(ran.folder / "report.html").read_text()
+
+
+def test_a_seeded_run_repeats_bit_for_bit_and_another_seed_does_not(run):
+    first, again, other = (
+        run("cartpole", *SMALL, *more, name=n) for n, more in [("a", []), ("b", []), ("c", ["seed=1"])]
+    )
+    assert first.code == again.code == 0
+    assert first.weights == again.weights != other.weights
+
+    def figures(ran: Ran) -> list[dict]:
+        return [{k: v for k, v in row.items() if k.startswith(("reward/", "episode/", "loss/"))} for row in ran.steps]
+
+    assert figures(first) == figures(again)
+
+
+def test_a_stopped_run_goes_on_where_it_was(run):
+    first = run("cartpole", *SMALL, "policy.normalise_observations=true", "algorithm.normalise_returns=true")
+    trainer = json.loads((first.folder / "checkpoints/step_000008/model/trainer.json").read_text())
+    assert trainer["returns"][0] > 0
+    second = run("cartpole", "training.steps=12", resume=True)
+    assert second.code == 0, second.err
+    assert [row["step"] for row in second.steps] == list(range(1, 13))
+    assert second.counts["trained"] == 12
+    assert_accounted(second)
+    returns = json.loads((first.folder / "checkpoints/step_000012/model/trainer.json").read_text())["returns"]
+    assert returns[0] == pytest.approx(trainer["returns"][0] * 12 / 8, rel=0.05), "the running figures were saved"
+
+
+@pytest.mark.parametrize("how", ["raises", "nan", "reward"])
+def test_an_environment_that_misbehaves_now_and_then_costs_its_trajectories_alone(run, how):
+    ran = run(
+        "cartpole", *SMALL, "env.id=rollout.control_envs:make_misbehaving", f'env.options={{how="{how}", after=60}}'
+    )  # fmt: skip
+    assert ran.code == 0 and len(ran.steps) == 8, ran.err
+    assert_accounted(ran)
+
+
+def test_one_that_always_raises_stops_the_run_with_its_words(run):
+    ran = run("cartpole", *SMALL, "env.id=rollout.control_envs:make_misbehaving", 'env.options={how="raises", after=3}')
+    assert ran.code == 1
+    assert "the wheel is stuck" in ran.messages
+    assert_one_line(ran, "16 units were dropped", "retries")
+    assert_accounted(ran)
+
+
+async def test_a_trajectory_travels_as_bytes():
+    (unit,) = await collect(actor("counter", steps=4))
+    back = decode_unit(encode(unit))
+    assert back.sample_id == unit.sample_id and back.size == unit.size
+    assert back.observations["obs"].tobytes() == unit.observations["obs"].tobytes()
+    assert back.ended.tolist() == unit.ended.tolist() and back.initial_state is None
+
+
+@pytest.mark.slow
+def test_impala_learns_cartpole_with_bounded_lag(start):
+    ran = start("impala").wait(300)
+    assert ran.code == 0 and ran.steps[-1]["reward/mean"] >= 475, ran.out[-500:]
+    assert max(row["lag/step/max"] for row in ran.steps) <= 8
+    assert max(row["lag/step/max"] for row in ran.steps) >= 1, "actors never ran ahead: this was no asynchronous run"
+    assert_accounted(ran)
+
+
+def test_a_killed_actor_is_replaced_and_a_killed_learner_ends_the_run_with_one_line(start):
+    running = start("impala", *SMALL, "training.steps=1000000")
+    running.until_step(10)
+    running.workers("engine-1")[0].send_signal(signal.SIGKILL)
+    running.until(lambda: running.said("engine-1 is replaced"))
+    running.until_step(running.steps() + 10)
+    running.workers("trainer")[0].send_signal(signal.SIGKILL)
+    ran = running.wait()
+    assert ran.code == 1
+    assert_one_line(ran, "the trainer is gone")
+    assert_accounted(ran)
+    assert max(row["lag/step/max"] for row in ran.steps) <= 8
+
+
+def test_a_hanging_environment_is_given_up_and_its_actor_replaced(start):
+    running = start(
+        "impala", *SMALL, "training.steps=12", "rollout.generate_timeout_s=2", "rollout.engine.count=1",
+        "env.id=rollout.control_envs:make_misbehaving", 'env.options={how="hangs", after=100}',
+    )  # fmt: skip
+    ran = running.wait()
+    assert ran.code == 0 and len(ran.steps) == 12, ran.err
+    assert "engine-0 is given up" in ran.messages and "engine-0 is replaced" in ran.messages
+    assert_accounted(ran)
