@@ -374,6 +374,34 @@ def test_numbers_and_inputs_that_cannot_work(overrides: list[str], expected: str
     assert expected in error_of(*overrides)
 
 
+ADAPTER = "training.lora.kind=adapter"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([ADAPTER, "rollout.engine.kind=hf"], 'rollout.engine.kind: found "hf"'),
+        ([ADAPTER, "weights.scope=changed"], 'weights.scope: found "changed"'),
+        (["weights.kv_on_swap=finish"], 'weights.kv_on_swap: found "finish" with training.lora.kind = "off"'),
+        (
+            ["weights.kv_on_swap=finish", "training.lora.kind=merged"],
+            'weights.kv_on_swap: found "finish" with training.lora.kind = "merged"',
+        ),
+        (
+            [ADAPTER, "weights.kv_on_swap=finish", "weights.interruption=hold"],
+            'weights.kv_on_swap: found "finish" with weights.interruption = "hold"',
+        ),
+        ([ADAPTER, "weights.kv_on_swap=finish", "rollout.engine.deterministic=true"], "one adapter"),
+        ([ADAPTER, "training.lora.target_modules=[q_proj, lm_head]"], "training.lora.target_modules"),
+        ([ADAPTER, 'training.lora.target_modules=["q_proj", "lm_head"]'], 'target_modules.1: found "lm_head"'),
+        ([ADAPTER, "env.id=CartPole-v1"], 'training.lora.kind: found "adapter" with env.id'),
+        ([ADAPTER, "training.lora.rank=0"], "training.lora.rank"),
+    ],
+)
+def test_what_adapters_cannot_be_had_with(overrides: list[str], expected: str):
+    assert expected in error_of(*overrides)
+
+
 @pytest.mark.parametrize(
     "override",
     ["weights.channel=mesh", "runtime=ray", "training.backend=scripted"],

@@ -261,7 +261,7 @@ def available() -> dict[str, tuple[str, ...]]:
         "buffer.store": stores,
         "weights.channel": channels,
         "training.backend": ("single_device",),
-        "training.lora": ("off",),
+        "training.lora.kind": ("off",),
     }
 
 
@@ -272,6 +272,7 @@ def validate(config: RunConfig, *, only: Only | None = None) -> list[str]:
     """Raise ConfigError for the first thing that cannot work, else return warnings. `only` names the half that will run."""
     config = resolve(config)
     _check_flow(config)
+    _check_lora(config)
     _check_ranges(config)
     _check_inputs(config, only)
     for path, choices in available().items():
@@ -350,6 +351,45 @@ def _no_staleness_switch(config: RunConfig) -> bool:
         and staleness.max_steps_ahead is None
         and config.training.correction.kind == "none"
     )
+
+
+def _check_lora(config: RunConfig) -> None:
+    """What adapters need of the other parts."""
+    lora, weights, engine = config.training.lora, config.weights, config.rollout.engine
+    adapter = lora.kind == "adapter"
+    if config.env.id and lora.kind != "off":
+        raise ConfigError("training.lora.kind", f'found "{lora.kind}" with env.id; adapters are for language models')
+    for index, name in enumerate(lora.target_modules):
+        if name.endswith(("lm_head", "embed_tokens")):
+            raise ConfigError(
+                f"training.lora.target_modules.{index}",
+                f'found "{name}"; head and embedding take no adapter, name linear layers of the blocks',
+            )
+    if adapter and engine.kind == "hf":
+        raise ConfigError(
+            "rollout.engine.kind", 'found "hf" with training.lora.kind = "adapter"; use native, or kind = "merged"'
+        )
+    if adapter and weights.scope == "changed":
+        raise ConfigError(
+            "weights.scope", 'found "changed" with training.lora.kind = "adapter", of which little travels anyway; use full'
+        )
+    if weights.kv_on_swap != "finish":
+        return
+    found = 'found "finish"'
+    if not adapter:
+        raise ConfigError(
+            "weights.kv_on_swap",
+            f'{found} with training.lora.kind = "{lora.kind}"; only adapters are small enough to keep several: use adapter, or keep or recompute',
+        )
+    if weights.interruption != "never":
+        raise ConfigError(
+            "weights.kv_on_swap",
+            f'{found} with weights.interruption = "{weights.interruption}", which stops what runs; use never, or keep or recompute',
+        )
+    if engine.deterministic:
+        raise ConfigError(
+            "weights.kv_on_swap", f"{found} with rollout.engine.deterministic, whose passes have one adapter; use keep"
+        )
 
 
 def _check_ranges(config: RunConfig) -> None:

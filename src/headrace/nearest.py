@@ -23,7 +23,7 @@ NEAREST = {
     "runtime": "processes",
     "buffer.store": "memory",
     "training.backend": "single_device",
-    "training.lora": "off",
+    "training.lora.kind": "off",
 }
 """Axis -> what stands in for a choice that is not here. A channel's stand-in depends on the runtime."""
 
@@ -125,5 +125,5 @@ def axes(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield "channel", weights.channel
     yield "interruption", weights.interruption
     yield "partial", weights.partial
-    yield "lora", training.lora
+    yield "lora", training.lora.kind
     yield "backend", training.backend

@@ -82,8 +82,9 @@ class WeightsConfig(Config):
     partial: Literal["continue", "resume_prefix", "restore", "recycle", "restart", "none"] = "continue"
     """What becomes of one that was interrupted: continue (never, hold); resume_prefix, restore (with its keys and values),
     recycle (back to the pool with its prefix), restart, none (abort); none (drain, barrier)."""
-    kv_on_swap: Literal["keep", "recompute"] = "keep"
-    """Whether a generation that runs on keeps the keys and values that older weights made."""
+    kv_on_swap: Literal["keep", "recompute", "finish"] = "keep"
+    """Whether a generation that runs on keeps the keys and values that older weights made. finish: it keeps them and the
+    adapter that made them to its end (training.lora.kind = adapter)."""
     prepare_timeout_s: Seconds = 60.0
     """An engine that has not staged new weights by then is fenced."""
     commit_timeout_s: Seconds = 30.0

@@ -92,6 +92,8 @@ class EngineConfig(Config):
     """Folder to save them in, where another engine may take them up; empty: in the engine's own memory."""
     context_length: NonNegative = 0
     """Longest prompt plus completion; 0: the model's own limit."""
+    max_adapters: Annotated[int, Meta(ge=2)] = 4
+    """Versions of an adapter in one pass (weights.kv_on_swap = finish); beyond, what runs on the oldest goes on under the newest."""
     deterministic: bool = False
     """Pad to fixed shapes, so that a generation is bit-equal alone or in a crowd."""
 

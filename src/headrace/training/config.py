@@ -86,6 +86,20 @@ class OptimizerConfig(Config):
     """Steps over which the learning rate rises from 0."""
 
 
+class LoraConfig(Config):
+    """[training.lora]: train low-rank adapters in place of all weights (Hu et al. 2021). There is no dropout: the ratio must
+    compare the same network."""
+
+    kind: Literal["off", "adapter", "merged"] = "off"
+    """adapter: only the adapters travel, and engines run them beside the base; merged: all weights travel, the adapters added."""
+    rank: Positive = 16
+    """Of the two factors."""
+    alpha: Annotated[float, Meta(gt=0)] = 32.0
+    """The adapters' product counts alpha / rank times."""
+    target_modules: tuple[str, ...] = ()
+    """Linear layers that get an adapter, by the last part of their name (q_proj, v_proj, ...); empty: all but the head."""
+
+
 class AlgorithmConfig(Config):
     """[algorithm]: how trajectories become a loss. Passes and optimiser steps a batch are training.epochs and .minibatches."""
 
@@ -150,8 +164,6 @@ class TrainingConfig(Config):
     """Most input tokens in one forward pass."""
     backend: Literal["single_device", "fsdp2", "deepspeed", "megatron", "jax", "scripted"] = "single_device"
     """How the trainer holds and splits the model; scripted: no model, for tests."""
-    lora: Literal["off", "adapter", "merged"] = "off"
-    """Train low-rank adapters alone. adapter: only they travel to the engines; merged: the whole model with them added."""
     threads: Positive = 1
     """Of the trainer's process."""
     gradient_checkpointing: bool = False
@@ -162,3 +174,4 @@ class TrainingConfig(Config):
     loss: LossConfig = LossConfig()
     correction: CorrectionConfig = CorrectionConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    lora: LoraConfig = LoraConfig()
