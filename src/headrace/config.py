@@ -371,7 +371,8 @@ def _check_lora(config: RunConfig) -> None:
         )
     if adapter and weights.scope == "changed":
         raise ConfigError(
-            "weights.scope", 'found "changed" with training.lora.kind = "adapter", of which little travels anyway; use full'
+            "weights.scope",
+            'found "changed" with training.lora.kind = "adapter", of which little travels anyway; use full',
         )
     if weights.kv_on_swap != "finish":
         return
