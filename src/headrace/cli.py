@@ -105,6 +105,40 @@ def report(run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run's 
 
 
 @app.command()
+def compare(
+    words: Annotated[
+        list[str], typer.Argument(metavar="PRESET... [KEY=VALUE...]", help="Presets, and overrides for all of them.")
+    ],
+    on: Annotated[str, typer.Option(help="The work that libraries' presets are laid over.")] = "tiny",
+    simulate: Annotated[
+        Path | None, typer.Option(metavar="CLUSTER", help="Simulate on this cluster's costs (cluster.toml ships).")
+    ] = None,
+    hours: Annotated[float, typer.Option(help="With --simulate: so many simulated hours, not a number of steps.")] = 0.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each preset, interleaved, each with its own seed.")] = 1,
+    nearest: NearestOption = False,
+    runs_dir: Annotated[Path, typer.Option(help="Where run folders are made.")] = Path("runs/compare"),
+    out: Annotated[Path | None, typer.Option(help="Draw the comparison into this HTML file.", show_default=False)] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")] = False,
+) -> None:
+    """Run, or simulate, presets on the same work, and print and draw their figures."""
+    from headrace.comparison.compare import compare as compare_presets
+
+    compare_presets(
+        words,
+        on=on,
+        cluster=simulate,
+        hours=hours,
+        rounds=rounds,
+        nearest=nearest,
+        runs_dir=runs_dir,
+        out=out,
+        markdown=markdown,
+        tell=lambda text: typer.echo(text, err=True),
+        show=typer.echo,
+    )
+
+
+@app.command()
 def presets() -> None:
     """List the presets, and what each library's chooses on every axis."""
     from headrace.config import PRESETS_FOLDER, library_names, load_config, preset_names

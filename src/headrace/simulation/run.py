@@ -178,8 +178,13 @@ def simulate(
 ) -> tuple[RunConfig, Outcome]:
     """The run that `config` describes on `cluster`, and the config with the cluster's sizes; `for_s` simulated seconds, or
     all its steps. keep: remember every event."""
-    config = resolve(with_workload(config, cluster))
+    config = prepared(config, cluster)
     return config, simulate_flow(flow_of(config, cluster, for_s=for_s, keep=keep))
+
+
+def prepared(config: RunConfig, cluster: ClusterConfig) -> RunConfig:
+    """Resolved, with the cluster's sizes."""
+    return resolve(with_workload(config, cluster))
 
 
 def flow_of(config: RunConfig, cluster: ClusterConfig, *, for_s: float | None = None, keep: bool = True) -> Flow:

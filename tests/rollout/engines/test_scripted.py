@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 
@@ -107,6 +108,20 @@ def test_a_cut_generation_goes_on_where_it_stopped_and_draws_the_same_tokens():
     assert rest.token_ids.tolist() == whole.token_ids.tolist()
     assert rest.policy_versions.tolist() == [0, 0, 1, 1, 1, 1]
     assert seconds == 6 + 2.5 + 4
+
+
+def test_a_cut_generation_that_another_lease_goes_on_with_stays_the_same_answer():
+    async def story(engine, clock):
+        whole = await engine.generate(ask("whole", 50))
+        task = asyncio.ensure_future(engine.generate(ask("a", 50)))
+        await asyncio.sleep(len(whole.token_ids) - 0.5)
+        partial = await engine.abort(str(RequestKey(lease_id="a")))
+        await task
+        again = ask("b", 50, partial)
+        return whole, await engine.generate(replace(again, sampling=replace(again.sampling, seed=4)))
+
+    whole, rest = run(story, length=10.0, length_sigma=1.0)
+    assert rest.token_ids.tolist() == whole.token_ids.tolist() and rest.finish_reason == "stop"
 
 
 def test_siblings_share_one_prefill_during_which_nothing_is_decoded():

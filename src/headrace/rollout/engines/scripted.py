@@ -30,6 +30,7 @@ from headrace.types import (
     FinishReason,
     GenerateRequest,
     Generation,
+    SamplingParams,
     WeightTicket,
 )
 
@@ -100,6 +101,8 @@ class ScriptedEngine:
         self.progress = 0.0
         self._step_s: dict[int, float] = {}
         self.busy_s = 0.0
+        self.drawn = self.drawn_tokens = 0
+        """Answers that were begun, and the tokens that they would have if nobody cut them."""
         self._settled_at = self._stalled_until = 0.0
         self._runs: deque[tuple[float, int]] = deque()
         """(progress at the swap, version), oldest first; those that no running request needs are forgotten."""
@@ -141,6 +144,9 @@ class ScriptedEngine:
         one = _Running(request, self._length(request), kept, asyncio.get_running_loop().create_future())
         self._requests[request.request_id] = one
         self._idle.clear()
+        if request.prefix is None:
+            self.drawn += 1
+            self.drawn_tokens += one.length
         self._siblings[request.group_id] = self._siblings.get(request.group_id, 0) + 1
         self._waiting.append(one)
         self._settle()
@@ -149,7 +155,7 @@ class ScriptedEngine:
 
     def _length(self, request: GenerateRequest) -> int:
         costs, most = self.costs, request.sampling.max_tokens
-        rng = random.Random(request.sampling.seed or 0)
+        rng = random.Random(_drawn_by(request).seed or 0)
         drawn = round(min(costs.length * rng.lognormvariate(0.0, costs.length_sigma), most))
         return most if costs.runaway and rng.random() < costs.runaway else max(1, drawn)
 
@@ -236,7 +242,7 @@ class ScriptedEngine:
     def _result(self, one: _Running, reason: FinishReason) -> Generation:
         prefix, total = one.request.prefix, self._sampled(one) if reason == "abort" else one.length
         own = total - one.kept
-        rng = np.random.default_rng(one.request.sampling.seed or 0)
+        rng = np.random.default_rng(_drawn_by(one.request).seed or 0)
         token_ids, versions = rng.integers(1, 100, one.length)[one.kept : total], self._versions(one, own)
         logprobs = np.full(own, -1.0, np.float32)
         if prefix is not None:
@@ -248,7 +254,7 @@ class ScriptedEngine:
             logprobs=logprobs,
             policy_versions=versions,
             finish_reason=reason,
-            sampling=one.request.sampling,
+            sampling=_drawn_by(one.request),
         )
 
     def _versions(self, one: _Running, own: int) -> np.ndarray:
@@ -372,6 +378,11 @@ class ScriptedEngine:
             self.busy_s += now - began
             span = Event(int(began * 1e9), self.context.name, "generate", "", self.version, int((now - began) * 1e9))
             self.context.record(span)
+
+
+def _drawn_by(request: GenerateRequest) -> SamplingParams:
+    """Whose seed decides: that of the first try, so that an answer which was cut and sent back stays the same answer."""
+    return request.prefix.sampling if request.prefix is not None else request.sampling
 
 
 def time_ns() -> int:
