@@ -113,11 +113,15 @@ def compare(
     simulate: Annotated[
         Path | None, typer.Option(metavar="CLUSTER", help="Simulate on this cluster's costs (cluster.toml ships).")
     ] = None,
-    hours: Annotated[float, typer.Option(help="With --simulate: so many simulated hours, not a number of steps.")] = 0.0,
+    hours: Annotated[
+        float, typer.Option(help="With --simulate: so many simulated hours, not a number of steps.")
+    ] = 0.0,
     rounds: Annotated[int, typer.Option(min=1, help="Runs of each preset, interleaved, each with its own seed.")] = 1,
     nearest: NearestOption = False,
     runs_dir: Annotated[Path, typer.Option(help="Where run folders are made.")] = Path("runs/compare"),
-    out: Annotated[Path | None, typer.Option(help="Draw the comparison into this HTML file.", show_default=False)] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Draw the comparison into this HTML file.", show_default=False)
+    ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")] = False,
 ) -> None:
     """Run, or simulate, presets on the same work, and print and draw their figures."""

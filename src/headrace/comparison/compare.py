@@ -91,6 +91,4 @@ def _run(
     from headrace.comparison.real import run_interleaved
 
     seed = load_config(presets[0][1], overrides).seed
-    return run_interleaved(
-        presets, overrides, rounds=rounds, seed=seed, runs_dir=runs_dir, nearest=nearest, tell=tell
-    )
+    return run_interleaved(presets, overrides, rounds=rounds, seed=seed, runs_dir=runs_dir, nearest=nearest, tell=tell)
