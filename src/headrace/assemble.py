@@ -315,6 +315,7 @@ class Assembly:
         dispatcher = Dispatcher(
             generate_timeout_s=self.config.rollout.generate_timeout_s,
             rejoin_timeout_s=self.config.weights.rejoin_timeout_s,
+            routing=self.config.rollout.engine.routing,
         )
         dispatcher.oldest = {} if self.config.staleness.cancel_group else None
         return dispatcher

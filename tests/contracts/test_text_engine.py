@@ -9,12 +9,14 @@ import pytest
 
 from headrace.errors import PartFailed, RequestRefused, StaleTicket
 from headrace.exchange.channels.in_process import InProcessChannel
+from headrace.rollout.engines.models import named_weights, weights_digest
 from headrace.rollout.engines.scripted import ScriptedCosts, build_scripted
 from headrace.types import NO_VERSION
 from rollout.engines.engine_models import (
     VOCAB,
     ask,
     build_engine,
+    build_model,
     context,
     endless,
     folder_of,
@@ -381,6 +383,21 @@ async def test_a_level_two_sleeper_takes_its_own_version_again(bench):
     await bench.engine.wake()
     await bench.engine.commit(ticket)
     assert (await bench.engine.generate(ask(prompt_of(6), **endless(2)))).policy_versions.tolist() == [1, 1]
+
+
+@over(REAL)
+async def test_after_waking_and_a_sync_the_weights_are_the_trainers(bench):
+    """Byte by byte, fused or not; nothing is left of what was there before."""
+    other = build_model(bench.family, seed=13)
+    await bench.live(1)
+    first = await bench.engine.fingerprint()
+    assert first == weights_digest(named_weights(bench.model))
+    await bench.engine.sleep(2)
+    await bench.engine.wake()
+    with pytest.raises(PartFailed, match="without weights"):
+        await bench.engine.fingerprint()
+    await bench.engine.commit(bench.channel.publish(list(named_weights(other)), 2))
+    assert await bench.engine.fingerprint() == weights_digest(named_weights(other)) != first
 
 
 # ---------------------------------------------------------------------------------------------------- what it reports

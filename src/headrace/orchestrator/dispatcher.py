@@ -1,8 +1,6 @@
 """Generation requests into calls on engines: one front for all of them, with a gate, deadlines and fencing.
 
-Requests go to the engine with the fewest outstanding by the dispatcher's *own* count (a load that engines report is old
-when it arrives, and everybody then runs to the same one); siblings of a group stay together, so that their prompt is
-computed once. A weight sync closes the gate: nothing new starts, what runs is the interruption's matter.
+Requests are routed by what the dispatcher itself sent where (`routing`). A weight sync closes the gate: nothing new starts, what runs is the interruption's matter.
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from headrace.errors import CallTimeout, NoEngines, PartFailed, WorkerDied
+from headrace.orchestrator.routing import ROUTING
 from headrace.protocols import Proxy
 from headrace.signals import Signal
 from headrace.types import NO_VERSION, EngineStats, GenerateRequest, Generation
@@ -68,6 +67,7 @@ class Dispatcher:
         generate_timeout_s: float,
         rejoin_timeout_s: float,
         on_fenced: Callable[[EngineSlot, str], None] = lambda slot, reason: None,
+        routing: str = "group",
     ) -> None:
         self.generate_timeout_s, self.rejoin_timeout_s = generate_timeout_s, rejoin_timeout_s
         self.on_fenced = on_fenced
@@ -80,7 +80,7 @@ class Dispatcher:
         self._open = False
         self._closed_since: float | None = None
         self._closed_s = 0.0
-        self._homes: dict[str, tuple[EngineSlot, int]] = {}
+        self._routing = ROUTING[routing]()
 
     # ----------------------------------------------------------------------------------------------- membership
 
@@ -146,11 +146,11 @@ class Dispatcher:
     async def generate(self, request: GenerateRequest) -> Generation:
         """One sample. Raises `WorkerDied` when the engine is lost, `CallTimeout` when the reply is, `NoEngines` when
         nobody is left to ask."""
-        slot = await self._admitted(request.group_id)
+        slot = await self._admitted(request)
         call = asyncio.create_task(slot.proxy.generate(request), name=request.request_id)
         slot.calls[request.request_id] = call
         slot.groups[request.request_id] = request.group_id
-        self._settle_home(request.group_id, slot, +1)
+        self._routing.started(request, slot)
         if len(slot.calls) == 1:
             slot.moved_at = asyncio.get_running_loop().time()
         try:
@@ -173,14 +173,14 @@ class Dispatcher:
             slot.calls.pop(request.request_id, None)
             slot.groups.pop(request.request_id, None)
             slot.unknown.pop(request.request_id, None)
-            self._settle_home(request.group_id, slot, -1)
+            self._routing.ended(request, slot)
             self.changed.fire()
 
-    async def _admitted(self, group_id: str) -> EngineSlot:
+    async def _admitted(self, request: GenerateRequest) -> EngineSlot:
         """Wait for the gate and for an engine."""
         empty_since: float | None = None
         while True:
-            if self._open and (slot := self._route(group_id)) is not None:
+            if self._open and (slot := self._routing.pick(request, self.live())) is not None:
                 return slot
             now = asyncio.get_running_loop().time()
             if not self.live():
@@ -189,23 +189,6 @@ class Dispatcher:
                     raise NoEngines(f"no engine is left and none joined within {self.rejoin_timeout_s:g} s")
                 self._wake_later(self.rejoin_timeout_s)
             await self.changed.wait()
-
-    def _route(self, group_id: str) -> EngineSlot | None:
-        home = self._homes.get(group_id)
-        if home is not None and not home[0].fenced:
-            return home[0]
-        return min(self.live(), key=lambda slot: len(slot.calls), default=None)
-
-    def _settle_home(self, group_id: str, slot: EngineSlot, change: int) -> None:
-        home, count = self._homes.get(group_id, (slot, 0))
-        if change > 0 and home is not slot:
-            home, count = slot, 0
-        if home is not slot:
-            return
-        if count + change <= 0:
-            self._homes.pop(group_id, None)
-        else:
-            self._homes[group_id] = (slot, count + change)
 
     async def note_started(self) -> None:
         """Learn which running groups have a token of their engine's version: asked before a swap, when it is still sure."""

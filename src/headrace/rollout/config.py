@@ -73,7 +73,10 @@ class EngineConfig(Config):
     kind: Literal["native", "hf", "scripted"] = "native"
     """native: the embedded engine; hf: a plain reference; scripted: no model, for tests."""
     count: Positive = 1
-    """Engine processes; requests go to the one with the fewest outstanding, siblings together."""
+    """Engine processes."""
+    routing: Literal["group", "load", "prefix"] = "group"
+    """Which engine serves a request. group: siblings together, else the one with the fewest outstanding; load: that one
+    always; prefix: the one that was sent the longest beginning of the prompt, unless it has far more to do than another."""
     threads: Positive = 1
     """Of each engine process."""
     max_running: Positive = 64

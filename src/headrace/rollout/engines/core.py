@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import PartFailed, RequestRefused, StaleTicket
 from headrace.protocols import PauseMode, RunningPolicy, WorkerContext
+from headrace.rollout.engines.models import weights_digest
 from headrace.rollout.engines.sampling import Draw, Drawn, sample
 from headrace.rollout.engines.sequences import Sequence, check_finish, open_sequence
 from headrace.types import NO_VERSION, EngineStats, Event, GenerateRequest, Generation, WeightTicket
@@ -322,7 +323,17 @@ class Core(ABC):
             decode_s=self.decode_s,
         )
 
+    def fingerprint(self) -> str:
+        """Digest of the live weights, by the names and in the form in which they are published."""
+        if self.weights is None:
+            raise PartFailed("this engine sleeps without weights: a commit must bring new ones first")
+        return weights_digest(self.named())
+
     # ----------------------------------------------------------------------------------------- what an engine fills in
+
+    @abstractmethod
+    def named(self) -> Iterable[tuple[str, Any]]:
+        """Names and tensors of the live weights."""
 
     @abstractmethod
     def advance(self) -> None:

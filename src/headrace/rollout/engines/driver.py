@@ -141,6 +141,10 @@ class EngineDriver:
     async def wake(self) -> None:
         await self._call(self.core.wake)
 
+    async def fingerprint(self) -> str:
+        """sha256 over the live weights (`models.weights_digest`): the trainer's own, once its version is live."""
+        return await self._call(self.core.fingerprint)
+
     async def stats(self) -> EngineStats:
         return self.core.stats()
 

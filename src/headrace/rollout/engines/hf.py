@@ -16,7 +16,7 @@ from headrace.protocols import WorkerContext
 from headrace.rollout.config import EngineConfig
 from headrace.rollout.engines.core import Core
 from headrace.rollout.engines.driver import EngineDriver
-from headrace.rollout.engines.models import ModelPlan, copy_into, load_model, read_facts
+from headrace.rollout.engines.models import ModelPlan, copy_into, load_model, named_weights, read_facts
 
 if TYPE_CHECKING:
     from headrace.protocols import WeightChannel
@@ -50,6 +50,9 @@ class HfCore(Core):
         model = spare if spare is not None else self._plan.empty()
         copy_into(model, tensors)
         return model
+
+    def named(self) -> Any:
+        return named_weights(self.weights)
 
     def weights_changed(self, recompute: bool) -> None:
         """Every token is computed anew in each pass: nothing of the old weights is kept."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,25 @@ def copy_into(model: Any, tensors: Any) -> None:
         if own[name].shape != tensor.shape:
             raise ModelError(f"published {name} has shape {tuple(tensor.shape)}, the model {tuple(own[name].shape)}")
         own[name].copy_(tensor)
+
+
+def named_weights(model: Any) -> Iterator[tuple[str, Any]]:
+    """Names and tensors of a model as they are published: a tied weight once."""
+    yield from model.named_parameters()
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    yield from ((name, tensor) for name, tensor in model.state_dict().items() if name not in parameters)
+
+
+def weights_digest(named: Iterable[tuple[str, Any]]) -> str:
+    """sha256 over names, types, shapes and bytes, in the order of names: equal for equal weights, whoever holds them."""
+    import torch
+
+    digest = hashlib.sha256()
+    for name, tensor in sorted(named, key=lambda pair: pair[0]):
+        tensor = tensor.detach().cpu().contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def _tokenizer(folder: str) -> Any:

@@ -67,6 +67,9 @@ class NativeCore(Core):
         with torch.inference_mode():
             return self._builder(tensors, spare)
 
+    def named(self) -> Any:
+        return self.weights.named()
+
     # ---------------------------------------------------------------------------------------------------- a pass
 
     @torch.inference_mode()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from headrace.errors import ModelError
 from headrace.policies.routers import Routers
-from headrace.rollout.engines.models import ModelPlan, copy_into
+from headrace.rollout.engines.models import ModelPlan, copy_into, named_weights
 from headrace.rollout.engines.native.attention import KeyValues, Pass, attend
 
 ATTENTION = "headrace_blocks"
@@ -62,6 +62,10 @@ class GenericWeights:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.routers = Routers.of(model)
+
+    def named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and tensors as they were published."""
+        return named_weights(self.model)
 
     def forward(self, batch: Pass, store: KeyValues) -> torch.Tensor:
         """[R, V] logits of the rows that the pass asks for."""

@@ -6,7 +6,7 @@ may have (experts, sliding windows, scaled embeddings) goes through `generic`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,6 +94,14 @@ class LlamaWeights:
         self.embedding = self.norm = torch.empty(0)
         self.head = Linear(torch.empty(0), pack=False)
         self.memory: dict[str, torch.Tensor] = {}
+        self.parts: dict[str, list[tuple[str, int]]] = {}
+        """What lies together under one name of `memory`: names as published, and their rows."""
+
+    def named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and tensors as they were published."""
+        for first, parts in self.parts.items():
+            sizes = [rows for _, rows in parts]
+            yield from zip([name for name, _ in parts], self.memory[first].split(sizes), strict=True)
 
     def forward(self, batch: Pass, store: KeyValues) -> torch.Tensor:
         """[R, V] logits of the rows that the pass asks for."""
@@ -148,6 +156,7 @@ def build(
         memory = weights.memory.get(names[0])
         if memory is None or memory.shape != size:
             memory = weights.memory[names[0]] = torch.empty(size, dtype=shape.dtype)
+        weights.parts[names[0]] = [(name, part.shape[0]) for name, part in zip(names, found, strict=True)]
         at = 0
         for part in found:
             memory[at : at + part.shape[0]].copy_(part)
