@@ -45,9 +45,13 @@ class Channel:
         """The last ticket that this end published, read, or can ask the medium for."""
         return self._latest.get(policy or self._last_policy)
 
+    def _newest(self, policy: str) -> WeightTicket | None:
+        """What a publisher has to go beyond."""
+        return self._latest.get(policy)
+
     def _begin(self, version: int, policy: str) -> None:
         """Whether this end may publish the version. Raises `StaleTicket`, and `PartFailed` for a second publisher."""
-        newest = self.latest(policy)
+        newest = self._newest(policy)
         if newest is not None and version <= newest.version:
             raise StaleTicket(f"version {version} of {policy!r} is not above {newest.version}, the last one published")
         if self._claim is None:

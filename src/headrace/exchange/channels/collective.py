@@ -33,6 +33,8 @@ from headrace.types import WeightTicket
 
 _BROKEN = (RuntimeError, OSError)
 """What torch raises when a store, a connection or a collective call breaks: DistError is a RuntimeError."""
+_WRONG = (KeyError, ValueError, TypeError, AttributeError)
+"""What an answer that is none leads to."""
 
 
 class CollectiveChannel(CopyingChannel):
@@ -92,11 +94,11 @@ class CollectiveChannel(CopyingChannel):
         with self._lock:
             try:
                 return self._ask(ticket, room, alone=False)
-            except _BROKEN:
+            except (*_BROKEN, *_WRONG):
                 self._groups.clear()
             try:
                 return self._ask(ticket, room, alone=True)
-            except _BROKEN as error:
+            except (*_BROKEN, *_WRONG) as error:
                 self._stores.pop(ticket.locator, None)
                 first = str(error).partition("\n")[0]
                 raise PartFailed(f"version {ticket.version} could not be received: {first}") from None
@@ -211,7 +213,7 @@ class _Publisher:
         self._store = self._client()
         self._groups: dict[str, tuple[tuple[str, ...], Any]] = {}
         self._made = 0
-        self._known: set[str] = set()
+        self._asked: dict[int, set[str]] = {}  # version -> receivers, of the two newest
         self._lock = threading.Lock()
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name="weights-collective", daemon=True)
@@ -221,7 +223,7 @@ class _Publisher:
         self._closed = True
         with suppress(*_BROKEN):  # wake the thread
             self._store.set(f"arrival/{self._store.add('arrivals', 1)}", "null")
-        self._thread.join()
+        self._thread.join(1.0)
         self._groups.clear()
 
     def _client(self) -> Any:
@@ -232,26 +234,31 @@ class _Publisher:
     def _serve(self) -> None:
         store, seen = self._client(), 0
         while not self._closed:
-            round_: dict[int, dict[str, Any]] = {}
-            deadline = None
-            while not self._closed and (deadline is None or time.monotonic() < deadline):
-                left = 0.5 if deadline is None else max(0.001, deadline - time.monotonic())
-                try:
-                    store.wait([f"arrival/{seen + 1}"], timedelta(seconds=left))
-                except _BROKEN:
+            arrived: dict[int, dict[str, Any]] = {}
+            with suppress(*_BROKEN):  # a wait that ends in vain is a warning on the user's screen: it is a long one
+                store.wait([f"arrival/{seen + 1}"], timedelta(days=1))
+            deadline = time.monotonic() + self.channel._gather_s
+            while not self._closed and time.monotonic() < deadline:
+                if not store.check([f"arrival/{seen + 1}"]):
+                    time.sleep(0.001)
                     continue
                 seen += 1
-                arrival = json.loads(store.get(f"arrival/{seen}"))
+                arrival = _arrival(store.get(f"arrival/{seen}"))
                 store.delete_key(f"arrival/{seen}")
-                if arrival is None:
-                    continue
-                round_[seen] = arrival
-                deadline = deadline or time.monotonic() + self.channel._gather_s
-                if {other["receiver"] for other in round_.values()} >= self._known:
-                    break
-            self._known = {arrival["receiver"] for arrival in round_.values()}
-            for members in _together(round_):
+                if arrival is not None:
+                    arrived[seen] = arrival
+                    self._asked.setdefault(arrival["version"], set()).add(arrival["receiver"])
+                    if self._all_here(arrival["version"]):
+                        break
+            for members in _together(arrived):
                 threading.Thread(target=self._transfer, args=(members,), name="weights-transfer", daemon=True).start()
+
+    def _all_here(self, version: int) -> bool:
+        """Whether everybody who asked for the version before has asked for this one."""
+        before = max((older for older in self._asked if older < version), default=None)
+        for old in sorted(self._asked)[:-2]:
+            del self._asked[old]
+        return before is not None and self._asked[version] >= self._asked[before]
 
     def _transfer(self, members: dict[int, dict[str, Any]]) -> None:
         """Answer the members and send them the version; what breaks is theirs to ask for again."""
@@ -299,6 +306,17 @@ class _Publisher:
                     del self._groups[name]  # a member has left it
             self._made += 1
             return f"g{self._made}", None
+
+
+def _arrival(data: bytes) -> dict[str, Any] | None:
+    """What a receiver asks for; None for anything else (a publisher that closes wakes its thread so)."""
+    kinds = {"receiver": str, "policy": str, "version": int, "groups": list, "alone": bool}
+    try:
+        found = json.loads(data)
+    except ValueError:
+        return None
+    fits = isinstance(found, dict) and all(isinstance(found.get(name), kind) for name, kind in kinds.items())
+    return found if fits else None
 
 
 def _together(arrivals: dict[int, dict[str, Any]]) -> list[dict[int, dict[str, Any]]]:

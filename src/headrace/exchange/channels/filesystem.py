@@ -85,6 +85,9 @@ class FilesystemChannel(Channel):
         except msgspec.MsgspecError as error:
             raise PartFailed(f"{path} is not a ticket: {error}") from None
 
+    def _newest(self, policy: str) -> WeightTicket | None:
+        return self.latest(policy)
+
     def read(self, ticket: WeightTicket) -> Mapping[str, torch.Tensor]:
         from safetensors import SafetensorError, safe_open
 

@@ -49,11 +49,13 @@ def parse_manifest(manifest: bytes) -> Layout:
     """Raises `PartFailed` for bytes that are no manifest: they may come from a stranger, and say where memory is written."""
     try:
         size, *rows = json.loads(manifest)
+        if type(size) is not int or size < 0:
+            raise ValueError(f"{size} bytes")
         entries = tuple((str(name), dtype, tuple(shape), offset) for name, dtype, shape, offset in rows)
         for name, dtype, shape, offset in entries:
             if not isinstance(getattr(torch, dtype), torch.dtype):
                 raise ValueError(f"{name} is of type {dtype}")
-            if any(type(number) is not int or number < 0 for number in (*shape, offset, size)):
+            if any(type(number) is not int or number < 0 for number in (*shape, offset)):
                 raise ValueError(f"{name} has shape {shape} at {offset}")
             end = offset + math.prod(shape) * getattr(torch, dtype).itemsize
             if end > size or offset % TENSOR_ALIGN_BYTES:
