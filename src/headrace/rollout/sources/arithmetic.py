@@ -22,6 +22,9 @@ EXAMPLE = (27, 41)
 HELDOUT_SHARE = 10
 """One problem in so many is held out."""
 
+SMALLEST_SUM, LARGEST_SUM = 40, 198
+"""Of the bounds that leave problems in both parts, and of all pairs."""
+
 LARGEST_PROBLEMS = 4000
 LARGEST_PREFILL = "The largest number is"
 
@@ -72,13 +75,16 @@ SUMS_STYLES = {"one_shot": _sum_one_shot, "plain": _sum_plain}
 
 
 def sums(options: dict[str, object], *, heldout: bool) -> Rows:
-    """Two-digit addition. Option `style`: one_shot (text for a language model) or plain (`27+41=`)."""
-    _only(options, "sums", ("style",))
-    style = options.get("style", "one_shot")
+    """Two-digit addition. Options: `style`, one_shot (text for a language model) or plain (`27+41=`); `max_sum`, the
+    largest result (99: two digits)."""
+    _only(options, "sums", ("style", "max_sum"))
+    style, most = options.get("style", "one_shot"), options.get("max_sum", LARGEST_SUM)
     if style not in SUMS_STYLES:
         raise DataError(f"tasks.options.style: {style!r} is not one of {', '.join(SUMS_STYLES)}")
-    problems = sums_problems(heldout=heldout)
-    return _rows("sums", f"{style}", problems, SUMS_STYLES[style], heldout)
+    if type(most) is not int or not SMALLEST_SUM <= most <= LARGEST_SUM:
+        raise DataError(f"tasks.options.max_sum: {most!r} is no number from {SMALLEST_SUM} to {LARGEST_SUM}")
+    problems = tuple(pair for pair in sums_problems(heldout=heldout) if sum(pair) <= most)
+    return _rows("sums", style if most == LARGEST_SUM else f"{style}-{most}", problems, SUMS_STYLES[style], heldout)
 
 
 def largest(options: dict[str, object], *, heldout: bool) -> Rows:
