@@ -208,7 +208,7 @@ def write_tasks(work: Work, steps: int, seed: int, folder: Path) -> Path:
 
     from headrace.rollout.sources.arithmetic import sums
 
-    rows = sums({"style": "plain" if work.model == "tiny" else "one_shot"}, heldout=False)
+    rows = sums({"style": "plain"} if work.model == "tiny" else {"max_sum": 99}, heldout=False)
     order = np.random.default_rng(seed).permutation(rows.length)[: steps * work.groups * 2]
     path = folder / "tasks.jsonl"
     with path.open("w") as file:

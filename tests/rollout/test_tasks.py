@@ -51,6 +51,14 @@ def test_sums_prompts_one_shot_and_plain() -> None:
     assert plain["prompt"] == f"{plain['a']}+{plain['b']}="
 
 
+def test_bounded_sums_keep_to_the_bound_in_both_parts() -> None:
+    config = TasksConfig(source="sums", epochs=1, options={"max_sum": 99})
+    training = take(open_source(config, seed=0, folder=HERE), 10_000)
+    heldout = take(heldout_source(config, folder=HERE))
+    assert len(training) + len(heldout) == 80 * 81 // 2 - 2 and len(heldout) > 200
+    assert all(int(task.payload["answer"]) <= 99 for task in [*training, *heldout])
+
+
 @pytest.mark.parametrize("problems", [sums_problems, largest_problems])
 def test_training_and_heldout_problems_are_disjoint_in_any_order_of_the_numbers(problems) -> None:
     training = {tuple(sorted(numbers)) for numbers in problems(heldout=False)}
@@ -86,6 +94,8 @@ def test_largest_asks_for_the_largest_and_starts_the_answer() -> None:
     [
         ({"source": "sums", "options": {"style": "fancy"}}, ["style", "'fancy'", "one_shot, plain"]),
         ({"source": "sums", "options": {"stile": "plain"}}, ["tasks.options.stile", "style"]),
+        ({"source": "sums", "options": {"max_sum": 20}}, ["tasks.options.max_sum", "20", "from 40 to 198"]),
+        ({"source": "sums", "options": {"max_sum": "99"}}, ["tasks.options.max_sum", "'99'"]),
         ({"source": "largest", "options": {"n": 4}}, ["tasks.options.n"]),
         ({"source": "sumz"}, ["tasks.source", "'sumz'", "did you mean 'sums'"]),
         ({"source": ""}, ["tasks.source", "no source", "jsonl:PATH"]),
