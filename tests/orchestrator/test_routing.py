@@ -12,8 +12,10 @@ import pytest
 from headrace.orchestrator.dispatcher import Dispatcher, EngineSlot
 from headrace.orchestrator.routing import ROUTING
 from headrace.orchestrator.runtimes.local import LocalRuntime
+from headrace.protocols import TrajectoryRequest
 from headrace.rollout.config import EngineConfig
 from headrace.rollout.engines.native.engine import build_native
+from headrace.types import RequestKey
 from rollout.engines.engine_models import ask, endless, folder_of, prompt_of
 
 
@@ -147,3 +149,14 @@ async def test_a_restored_generation_returns_to_the_engine_that_kept_it():
     stats = [await slot.proxy.stats() for slot in dispatcher.live()]
     assert stats[1].generated_tokens >= 60 and stats[1].prompt_tokens == 9
     await runtime.close()
+
+
+@pytest.mark.parametrize("kind", ROUTING)
+def test_what_has_no_prompt_is_routed_too(kind):
+    """Trajectories of control: no prefix, and no keys and values."""
+    front = Front(kind)
+    requests = [TrajectoryRequest(key=RequestKey(lease_id=name, member=0, attempt=0)) for name in "abc"]
+    places = [front.send(request) for request in requests]
+    assert sorted(places) == [0, 1, 2]
+    for request, place in zip(requests, places, strict=True):
+        front.back(request, place)

@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from headrace.protocols import TrajectoryRequest
 from headrace.types import GenerateRequest
 
 if TYPE_CHECKING:
     from headrace.orchestrator.dispatcher import EngineSlot
+
+Request = GenerateRequest | TrajectoryRequest
 
 _PIECE = 32
 """Tokens by which prefixes are told apart."""
@@ -27,20 +30,21 @@ _TILT = 8
 class ByLoad:
     """The engine with the fewest outstanding requests."""
 
-    def pick(self, request: GenerateRequest, slots: list[EngineSlot]) -> EngineSlot | None:
+    def pick(self, request: Request, slots: list[EngineSlot]) -> EngineSlot | None:
         """None when there is no engine. An engine that keeps the request's keys and values in its memory comes first."""
-        for slot in slots:
-            if request.kv_handle is not None and request.kv_handle.startswith(f"{slot.name}:"):
+        kept = request.kv_handle if isinstance(request, GenerateRequest) else None
+        for slot in slots if kept is not None else ():
+            if kept.startswith(f"{slot.name}:"):
                 return slot
         return self.choose(request, slots)
 
-    def choose(self, request: GenerateRequest, slots: list[EngineSlot]) -> EngineSlot | None:
+    def choose(self, request: Request, slots: list[EngineSlot]) -> EngineSlot | None:
         return min(slots, key=lambda slot: len(slot.calls), default=None)
 
-    def started(self, request: GenerateRequest, slot: EngineSlot) -> None:
+    def started(self, request: Request, slot: EngineSlot) -> None:
         """The request was sent there."""
 
-    def ended(self, request: GenerateRequest, slot: EngineSlot) -> None:
+    def ended(self, request: Request, slot: EngineSlot) -> None:
         """And is not there any more."""
 
 
@@ -50,15 +54,15 @@ class ByGroup(ByLoad):
     def __init__(self) -> None:
         self._homes: dict[str, tuple[EngineSlot, int]] = {}
 
-    def choose(self, request: GenerateRequest, slots: list[EngineSlot]) -> EngineSlot | None:
+    def choose(self, request: Request, slots: list[EngineSlot]) -> EngineSlot | None:
         home, _ = self._homes.get(request.group_id, (None, 0))
         return home if home in slots else super().choose(request, slots)
 
-    def started(self, request: GenerateRequest, slot: EngineSlot) -> None:
+    def started(self, request: Request, slot: EngineSlot) -> None:
         home, count = self._homes.get(request.group_id, (slot, 0))
         self._homes[request.group_id] = (slot, count + 1 if home is slot else 1)
 
-    def ended(self, request: GenerateRequest, slot: EngineSlot) -> None:
+    def ended(self, request: Request, slot: EngineSlot) -> None:
         home, count = self._homes.get(request.group_id, (None, 0))
         if home is not slot:
             return
@@ -77,7 +81,7 @@ class ByPrefix(ByLoad):
     def __init__(self) -> None:
         self._seen: dict[str, OrderedDict[tuple[bytes, int], None]] = {}
 
-    def choose(self, request: GenerateRequest, slots: list[EngineSlot]) -> EngineSlot | None:
+    def choose(self, request: Request, slots: list[EngineSlot]) -> EngineSlot | None:
         if not slots:
             return None
         pieces = _pieces(request)
@@ -94,7 +98,7 @@ class ByPrefix(ByLoad):
             known += 1
         return known
 
-    def started(self, request: GenerateRequest, slot: EngineSlot) -> None:
+    def started(self, request: Request, slot: EngineSlot) -> None:
         seen = self._seen.setdefault(slot.name, OrderedDict())
         for piece in _pieces(request):
             seen[piece, slot.version] = None
@@ -103,8 +107,10 @@ class ByPrefix(ByLoad):
             seen.popitem(last=False)
 
 
-def _pieces(request: GenerateRequest) -> list[bytes]:
-    """A digest for each beginning of whole pieces, and one for the prompt itself."""
+def _pieces(request: Request) -> list[bytes]:
+    """A digest for each beginning of whole pieces, and one for the prompt itself. A trajectory has no prompt."""
+    if not isinstance(request, GenerateRequest):
+        return []
     ids = np.ascontiguousarray(request.prompt_ids, dtype=np.int64)
     digest, found = hashlib.blake2b(digest_size=12), []
     for start in range(0, len(ids), _PIECE):
