@@ -30,6 +30,8 @@ NEAREST = {
 PACKAGES = {
     ("runtime", "ray"): "ray",
     ("buffer.store", "redis"): "redis",
+    ("training.lora.kind", "adapter"): "peft",
+    ("training.lora.kind", "merged"): "peft",
     ("training.backend", "deepspeed"): "deepspeed",
     ("training.backend", "jax"): "jax",
     ("weights.channel", "mesh"): "jax",

@@ -5,6 +5,7 @@ import json
 import math
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -17,11 +18,12 @@ from headrace.training.advantages import group_advantages
 from headrace.training.backends.control_device import build_control_device
 from headrace.training.backends.single_device import build_single_device
 from headrace.training.batching import make_batches
-from headrace.training.config import AlgorithmConfig, LossConfig, OptimizerConfig, TrainingConfig
+from headrace.training.config import AlgorithmConfig, LoraConfig, LossConfig, OptimizerConfig, TrainingConfig
 from headrace.types import BUSY_KINDS, StepBatch
 from training.helpers import Recorder, context, padded_logprobs, random_group, samples_in, save_tiny
 
 BUILDERS = {"single_device": build_single_device}
+LORAS = {"off": LoraConfig(), **{kind: LoraConfig(kind=kind, rank=4, alpha=16) for kind in ("adapter", "merged")}}
 CONFIG = TrainingConfig(
     steps=6, micro_tokens=40, optimizer=OptimizerConfig(lr=0.01, schedule="linear"), loss=LossConfig(kl_coef=0.05)
 )
@@ -30,19 +32,32 @@ CONFIG = TrainingConfig(
 class Language:
     """What the shared tests need of a backend for groups of answers."""
 
-    weights = "model.safetensors"
+    weights, lora = "model.safetensors", "off"
 
     def __init__(self, folder) -> None:
         self.folder = save_tiny(folder / "model")
 
     async def build(self, channel=None, recorder=None):
-        return build_single_device(context(recorder), CONFIG, self.folder, "float32", channel, 8)
+        config = msgspec.structs.replace(CONFIG, lora=LORAS[self.lora])
+        return build_single_device(context(recorder), config, self.folder, "float32", channel, 8)
 
     async def gradient(self, backend, seed, spoil=False):
         batch = await backend.annotate(micros_of(seed)[0], ["reference"])
         if spoil:
             batch = dataclasses.replace(batch, advantages=np.full_like(batch.advantages, np.inf))
         await backend.forward_backward(batch)
+
+
+class Adapter(Language):
+    """The same with adapters, which travel alone."""
+
+    weights, lora = "adapter_model.safetensors", "adapter"
+
+
+class Merged(Language):
+    """The same with adapters, which travel in the weights."""
+
+    weights, lora = "adapter_model.safetensors", "merged"
 
 
 class Control:
@@ -67,7 +82,7 @@ class Control:
         await backend.forward_backward(batch)
 
 
-@pytest.fixture(params=[Language, Control])
+@pytest.fixture(params=[Language, Adapter, Merged, Control])
 def kind(request, tmp_path):
     torch.set_num_threads(1)
     return request.param(tmp_path)
@@ -166,15 +181,17 @@ async def test_its_work_is_on_the_timeline(kind):
 # -------------------------------------------------------------------------------------------- language models alone
 
 
-@pytest.fixture(params=sorted(BUILDERS))
+@pytest.fixture(params=[(backend, lora) for backend in BUILDERS for lora in LORAS], ids="-".join)
 def build(request, tmp_path):
     torch.set_num_threads(1)
     folder = save_tiny(tmp_path / "model")
+    backend, lora = request.param
 
     def make(config=CONFIG, channel=None, recorder=None, dtype="float32"):
-        return BUILDERS[request.param](context(recorder), config, folder, dtype, channel, 8)
+        config = msgspec.structs.replace(config, lora=LORAS[lora])
+        return BUILDERS[backend](context(recorder), config, folder, dtype, channel, 8)
 
-    make.folder = folder
+    make.folder, make.lora = folder, lora
     return make
 
 
@@ -244,17 +261,22 @@ async def test_the_reference_stays_the_model_at_the_start(build):
     assert np.abs(filled.proximal_logprobs - before).max() > 1e-3
 
 
-async def test_a_checkpoint_is_a_plain_hugging_face_folder(build, tmp_path):
+async def test_a_checkpoint_is_a_plain_folder_of_a_model_or_of_its_adapter(build, tmp_path):
+    from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    backend = build()
+    backend, folder, off = build(), tmp_path / "ckpt", build.lora == "off"
     await step(backend, 0)
-    await backend.save(str(tmp_path / "ckpt"))
-    names = {p.name for p in (tmp_path / "ckpt").iterdir()}
-    assert {"config.json", "model.safetensors", "tokenizer_config.json", "trainer.json", "manifest.json"} <= names
-    assert not any(name.endswith((".bin", ".pt", ".pkl")) for name in names)
-    assert json.loads((tmp_path / "ckpt" / "config.json").read_text()).get("attn_implementation") is None
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "ckpt").eval()
+    await backend.save(str(folder))
+    config, weights = ("config.json", "model") if off else ("adapter_config.json", "adapter_model")
+    names = {path.name for path in folder.iterdir()}
+    assert {config, f"{weights}.safetensors", "tokenizer_config.json", "trainer.json", "manifest.json"} <= names
+    assert ("config.json" in names) == ("model.safetensors" in names) == off
+    written = json.loads((folder / config).read_text())
+    assert written.get("attn_implementation") is None and off == ("base_model_name_or_path" not in written)
+    model = AutoModelForCausalLM.from_pretrained(folder if off else written["base_model_name_or_path"]).eval()
+    if not off:
+        PeftModel.from_pretrained(model, folder)
     groups = groups_of(5)
     credit = [np.ones(g.size) for g in groups]
     (micros,) = make_batches(groups, credit, TrainingConfig(), max_length=8)
@@ -274,7 +296,11 @@ async def test_publish_sends_each_weight_once_under_its_hugging_face_name(build)
     await step(backend, 1)
     sent = channel.read(ticket)
     with safe_open(str(Path(build.folder) / "model.safetensors"), "pt") as saved:
-        assert set(sent) == set(saved.keys())
+        expected = set(saved.keys())
+    if build.lora == "adapter":
+        layers = [name.removesuffix(".weight") for name in expected if name.endswith("proj.weight")]
+        expected = {f"{layer}.lora_{factor}" for layer in layers for factor in "AB"}
+    assert set(sent) == expected and ticket.scope == ("adapter" if build.lora == "adapter" else "full")
     assert "lm_head.weight" not in sent and ticket.version == 7
     with pytest.raises(StaleTicket):
         await backend.publish(7)

@@ -24,10 +24,10 @@ def file_hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def copy_companions(source: Path, target: Path) -> None:
+def copy_companions(source: Path, target: Path, leave: tuple[str, ...] = ()) -> None:
     """Tokenizer, chat template and generation config: the small files beside the weights that are not written anew."""
     for path in sorted(source.iterdir()):
-        own = path.name in (MANIFEST, TRAINER) or path.name.endswith(".index.json")
+        own = path.name in (MANIFEST, TRAINER, *leave) or path.name.endswith(".index.json")
         if path.is_file() and not own and not path.name.endswith(WEIGHT_SUFFIXES) and not (target / path.name).exists():
             shutil.copyfile(path, target / path.name)
 

@@ -18,6 +18,10 @@ from headrace.types import BatchCounts, TokenBatch
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    return next(name for name, known in DTYPES.items() if known == dtype)
+
+
 class Policy:
     """A causal LM that runs packed batches. Dropout is off: the ratio must compare the same network."""
 

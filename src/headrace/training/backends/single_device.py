@@ -8,7 +8,7 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +19,11 @@ from headrace.errors import ConfigError, RunDirError
 from headrace.protocols import Annotation, WeightChannel, WorkerContext
 from headrace.training import checkpoint_folder
 from headrace.training.config import TrainingConfig
+from headrace.training.lora import Adapters
 from headrace.training.losses import LossInputs, loss_function
 from headrace.training.optimizer import FlatAdamW, FlatParameters
 from headrace.training.policy import Policy, load_model
+from headrace.training.whole_model import WholeModel
 from headrace.types import Event, Metrics, Stat, TokenBatch, WeightTicket
 
 
@@ -54,19 +56,27 @@ class SingleDevice:
         self._context, self._config, self._channel = context, config, channel
         self._model_folder = Path(model_folder)
         model = load_model(model_folder, dtype, device)
+        self._trained: WholeModel | Adapters
+        if config.lora.kind != "off":
+            self._trained = Adapters(model, self._model_folder, config.lora)
+        else:
+            self._trained = WholeModel(model, self._model_folder, self._frozen(dtype, device))
         self._flat = FlatParameters(model)
         self._policy = Policy(
             model, logits_chunk=config.logits_chunk, gradient_checkpointing=config.gradient_checkpointing
         )
-        self._reference = None
-        if config.loss.kl_coef > 0:
-            reference = load_model(model_folder, dtype, device, check=False).requires_grad_(False)
-            self._reference = Policy(reference, logits_chunk=config.logits_chunk)
         total = config.steps * config.epochs * config.minibatches
         self._optimizer = FlatAdamW(self._flat, config.optimizer, total)
         self._loss = loss_function(config)
         self._version = -1
         self._offloaded: tempfile.TemporaryDirectory[str] | None = None
+
+    def _frozen(self, dtype: str, device: str) -> Policy | None:
+        """A copy of the model at the start, for the KL term."""
+        if self._config.loss.kl_coef == 0:
+            return None
+        model = load_model(str(self._model_folder), dtype, device, check=False).requires_grad_(False)
+        return Policy(model, logits_chunk=self._config.logits_chunk)
 
     # --------------------------------------------------------------------------------------------------- training
 
@@ -79,12 +89,9 @@ class SingleDevice:
                     raise ConfigError(
                         "training.backend", "single_device has no value function: 'values' cannot be annotated"
                     )
-                policy = self._policy if name == "proximal" else self._reference
-                if policy is None:
-                    raise ConfigError(
-                        "training.loss.kl_coef", "0 keeps no reference model, but its log-probabilities are asked for"
-                    )
-                logprobs, _ = policy.logprobs(batch, entropy=False)
+                own = nullcontext(self._policy)
+                with self._trained.reference(self._policy) if name == "reference" else own as policy:
+                    logprobs, _ = policy.logprobs(batch, entropy=False)
                 found[f"{name}_logprobs"] = logprobs.cpu().numpy()
         return dataclasses.replace(batch, **found)
 
@@ -133,18 +140,15 @@ class SingleDevice:
     # ---------------------------------------------------------------------------------------------------- weights
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Hugging Face names; a tied weight once, under its first name."""
-        model = self._policy.model
-        yield from ((name, p.detach()) for name, p in model.named_parameters())
-        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        yield from ((name, t) for name, t in model.state_dict().items() if name not in parameters)
+        """What is published."""
+        return self._trained.tensors()
 
     async def publish(self, version: int) -> WeightTicket:
         """Send the weights through the channel as `version`."""
         if self._channel is None:
             raise ConfigError("weights.channel", "this trainer was built without a channel: it cannot publish")
         with self._event("publish", version):
-            ticket = self._channel.publish(self.named_tensors(), version)
+            ticket = self._channel.publish(self.named_tensors(), version, scope=self._trained.scope)
         self._version = version
         return ticket
 
@@ -168,7 +172,7 @@ class SingleDevice:
             self._offloaded = None
 
     async def fingerprint(self) -> str:
-        """sha256 over all weights."""
+        """sha256 over all trained weights."""
         values = self._flat.values.detach().cpu().contiguous()
         return hashlib.sha256(values.view(torch.uint8).numpy()).hexdigest()
 
@@ -186,13 +190,12 @@ class SingleDevice:
     def _fill(self, folder: Path) -> None:
         from safetensors.torch import save_file
 
-        self._policy.model.save_pretrained(folder)
-        checkpoint_folder.copy_companions(self._model_folder, folder)
+        facts = self._trained.save(folder)
         state = {**self._optimizer.state(), "torch_rng": torch.get_rng_state()}
         save_file(
             {name: t.detach().cpu().contiguous() for name, t in state.items()}, folder / checkpoint_folder.OPTIMIZER
         )
-        facts = {"format": 1, "attempts": self._optimizer.attempts, "parameters": self._flat.values.numel()}
+        facts |= {"format": 1, "attempts": self._optimizer.attempts, "parameters": self._flat.values.numel()}
         (folder / checkpoint_folder.TRAINER).write_text(json.dumps(facts, indent=1))
 
     async def load(self, folder: str) -> None:
@@ -204,11 +207,9 @@ class SingleDevice:
         facts = json.loads((Path(folder) / checkpoint_folder.TRAINER).read_text())
         if facts["parameters"] != self._flat.values.numel():
             raise RunDirError(
-                f"{folder} holds a model of {facts['parameters']} weights, this run's has {self._flat.values.numel()}"
+                f"{folder} holds {facts['parameters']} trained weights, this run has {self._flat.values.numel()}"
             )
-        saved = load_model(folder, _dtype_name(self._flat.values.dtype), "cpu", check=False)
-        with torch.no_grad():
-            self._policy.model.load_state_dict(saved.state_dict())
+        self._trained.load(Path(folder), facts)
         self._flat.load()
         state = load_file(Path(folder) / checkpoint_folder.OPTIMIZER)
         torch.set_rng_state(state.pop("torch_rng"))
@@ -235,7 +236,3 @@ class SingleDevice:
                     duration_ns=time.monotonic_ns() - start,
                 )
             )
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return {torch.float32: "float32", torch.bfloat16: "bfloat16"}[dtype]
