@@ -32,9 +32,13 @@ async def control_parts(
     # Environments of a restored run begin new episodes: with the old seeds they would repeat those of the start.
     arguments = (config.env, config.policy, channel, config.seed + 7919 * buffer.incarnation)
 
+    build = build_actor
+    if config.env.workers:
+        from headrace.rollout.policy_worker import build_policy_worker as build
+
     async def spawn(name: str) -> EngineSlot:
         resources = Resources(threads=config.rollout.engine.threads)
-        return EngineSlot(name, await runtime.spawn(name, build_actor, *arguments, resources=resources))
+        return EngineSlot(name, await runtime.spawn(name, build, *arguments, resources=resources))
 
     names = [f"engine-{n}" for n in range(config.rollout.engine.count)]
     backend, *slots = await asyncio.gather(_trainer(config, runtime, channel), *(spawn(name) for name in names))

@@ -1,9 +1,10 @@
-"""What everything that acts keeps to as a receiver of weights: the engine itself, and an actor around it."""
+"""What everything that acts keeps to as a receiver of weights: the engine itself, an actor and a policy worker around it."""
 
 from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -16,6 +17,7 @@ from headrace.protocols import ActionEngine, TrajectoryRequest, WeightReceiver
 from headrace.rollout.config import EnvConfig
 from headrace.rollout.control_rollout import build_actor
 from headrace.rollout.engines.policy_network import PolicyNetworkEngine
+from headrace.rollout.policy_worker import build_policy_worker
 from headrace.types import NO_VERSION, RequestKey
 from rollout.control_helpers import ENVS
 from training.helpers import context
@@ -31,10 +33,14 @@ class Lab:
         env = EnvConfig(id=f"{ENVS}make_counter", count=2, steps=4)
         made = context(None)
         made = type(made)(name="engine-0", record=made.record, resources=made.resources)
-        actor = build_actor(made, env, POLICY, self.channel, 0)
-        self.receiver = actor if kind == "actor" else PolicyNetworkEngine(actor.spaces, POLICY, self.channel, 0)
-        self.engine = actor.engine if kind == "actor" else self.receiver
-        self.network = build_network(actor.spaces, POLICY, 2, seed=99)
+        if kind == "policy_worker":
+            env = msgspec.structs.replace(env, workers=1)
+        build = build_policy_worker if kind == "policy_worker" else build_actor
+        acting = build(made, env, POLICY, self.channel, 0)
+        spaces = acting.engine.spaces
+        self.receiver = PolicyNetworkEngine(spaces, POLICY, self.channel, 0) if kind == "policy_network" else acting
+        self.engine = self.receiver if kind == "policy_network" else acting.engine
+        self.network = build_network(spaces, POLICY, 2, seed=99)
 
     def publish(self, version: int):
         with torch.no_grad():
@@ -47,7 +53,10 @@ class Lab:
         return all(torch.equal(own[name], tensor) for name, tensor in self.network.state_dict().items())
 
 
-@pytest.fixture(params=["policy_network", "actor"])
+KINDS = ["policy_network", "actor", "policy_worker"]
+
+
+@pytest.fixture(params=KINDS)
 def lab(request):
     return Lab(request.param)
 
@@ -100,7 +109,7 @@ async def test_the_publishers_memory_is_free_once_staged(lab):
     assert lab.channel.reclaimed == 0
 
 
-@pytest.mark.parametrize("kind", ["policy_network", "actor"])
+@pytest.mark.parametrize("kind", KINDS)
 async def test_weights_of_another_policy_and_a_missing_channel_are_refused(kind):
     lab = Lab(kind)
     other = build_network(lab.engine.spaces, PolicyConfig(hidden=(8, 8)), 2, 0)

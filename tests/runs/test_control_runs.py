@@ -119,8 +119,9 @@ async def test_a_trajectory_travels_as_bytes():
 
 
 @pytest.mark.slow
-def test_impala_learns_cartpole_with_bounded_lag(start):
-    ran = start("impala").wait(300)
+@pytest.mark.parametrize("preset", ["impala", "sample_factory"])
+def test_asynchronous_architectures_learn_cartpole_with_bounded_lag(start, preset):
+    ran = start(preset).wait(300)
     assert ran.code == 0 and ran.steps[-1]["reward/mean"] >= 475, ran.out[-500:]
     assert max(row["lag/step/max"] for row in ran.steps) <= 8
     assert max(row["lag/step/max"] for row in ran.steps) >= 1, "actors never ran ahead: this was no asynchronous run"

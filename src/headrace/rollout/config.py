@@ -140,6 +140,11 @@ class EnvConfig(Config):
     """Environments side by side in one actor."""
     steps: Positive = 32
     """Steps of one trajectory."""
+    workers: NonNegative = 0
+    """Processes that only step, for one policy worker (rollout.engine.count of those) that acts for all of them; 0: an actor
+    steps its environments itself."""
+    splits: Annotated[int, Meta(ge=1, le=64)] = 2
+    """With workers: sets of `count` environments in each; one is stepped while another waits for actions."""
     mode: Literal["auto", "sync", "async", "vector_entry_point"] = "auto"
     """How Gymnasium makes them a vector; auto: the environment's own vector class where it has one, else sync."""
     autoreset: Literal["auto", "next_step", "same_step", "disabled"] = "auto"
@@ -157,4 +162,4 @@ class EnvConfig(Config):
     target_return: float | None = None
     """End the run once the mean return of the last 100 episodes has reached it."""
     step_timeout_s: Seconds = 60.0
-    """Longest step of mode = async; elsewhere rollout.generate_timeout_s holds."""
+    """Longest step with workers or mode = async; elsewhere rollout.generate_timeout_s holds."""

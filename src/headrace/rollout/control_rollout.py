@@ -7,7 +7,6 @@ one trajectory, and progress is counted in steps.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 from typing import Any, Protocol
 
@@ -17,15 +16,15 @@ import torch
 from headrace.errors import HeadraceError, PartFailed, RolloutDropped
 from headrace.policies.config import PolicyConfig
 from headrace.policies.spaces import Spaces
-from headrace.protocols import Lease, PauseMode, RunningPolicy, TrajectoryRequest, WeightChannel, WorkerContext
+from headrace.protocols import Lease, TrajectoryRequest, WeightChannel, WorkerContext
+from headrace.rollout.acting import Acting, mix_seed, refuse_what_is_not_finite
 from headrace.rollout.config import EnvConfig
 from headrace.rollout.engines.policy_network import PolicyNetworkEngine
 from headrace.rollout.environments.gymnasium_vector import VectorEnvironment
-from headrace.types import Array, EngineStats, Event, RequestKey, Trajectory, WeightTicket
+from headrace.types import Array, RequestKey, Trajectory
 
 TURN_S = 0.002
 """Weights, stats and cancellations wait at most so long for a loop that steps (or for one step)."""
-GENERATE_EVENT_S = 0.25
 
 
 def build_actor(
@@ -37,7 +36,7 @@ def build_actor(
     return Actor(context, env, policy, channel, seed)
 
 
-class Actor:
+class Actor(Acting):
     """Steps its environments with its own copy of the policy, one trajectory after the other.
 
     An environment that raises, or shows what is not finite or of another shape, fails the request; all environments are
@@ -47,23 +46,13 @@ class Actor:
     def __init__(
         self, context: WorkerContext, env: EnvConfig, policy: PolicyConfig, channel: WeightChannel | None, seed: int
     ) -> None:
-        self.context, self.env, self.seed = context, env, seed
-        self.index = int(context.name.rpartition("-")[2])
+        self.env, self.seed, self.index = env, seed, int(context.name.rpartition("-")[2])
         self.makes = 0
         self.environments: VectorEnvironment | None = self._make()
-        self.spaces = self.environments.spaces
-        self.engine = PolicyNetworkEngine(self.spaces, policy, channel, _mix(seed, self.index))
-        self._lock = asyncio.Lock()
-        self._requests: dict[str, int] = {}
-        self._aborted: set[str] = set()
-        self._steps = 0
+        spaces = self.environments.spaces
+        super().__init__(context, PolicyNetworkEngine(spaces, policy, channel, mix_seed(seed, self.index)))
         self._turn_at = 0.0
-        self._worked: tuple[int, int] | None = None
         self._begin_episodes()
-
-    async def describe(self) -> Spaces:
-        """What the environments show and take: the trainer builds its network from it."""
-        return self.spaces
 
     # ------------------------------------------------------------------------------------------------ trajectories
 
@@ -78,6 +67,8 @@ class Actor:
         finally:
             self._requests.pop(request.request_id, None)
             self._aborted.discard(request.request_id)
+            if not self._requests:
+                self._flush_work()
 
     async def _collect(self, request: TrajectoryRequest) -> Trajectory:
         began = time.monotonic_ns()
@@ -87,7 +78,7 @@ class Actor:
                 self._begin_episodes()
             recorded = await self._loop(request)
             trajectory = self._trajectory(request, recorded)
-            _refuse_what_is_not_finite(self.env.id, trajectory)
+            refuse_what_is_not_finite(self.env.id, trajectory)
             return trajectory
         except HeadraceError:
             self._give_environments_up()
@@ -96,14 +87,14 @@ class Actor:
             self._give_environments_up()
             raise PartFailed(f"{self.env.id} failed: {type(error).__name__}: {error}") from error
         finally:
-            self._record(began)
+            self.record_work(began)
 
     async def _loop(self, request: TrajectoryRequest) -> Recording:
         """`env.steps` steps. The other calls to this actor get their turn every `TURN_S`."""
         environments, engine = self.environments, self.engine
         assert environments is not None
         to_environment, step, act = engine.distribution.to_environment, environments.step, engine.step
-        recorded = Recording(self.spaces, self.env.steps, environments.count, engine.distribution.size)
+        recorded = Recording(self.engine.spaces, self.env.steps, environments.count, engine.distribution.size)
         recorded.show(0, self._observations)
         noise = engine.noise(self.env.steps, environments.count)
         state = self._state
@@ -167,7 +158,7 @@ class Actor:
     def _make(self) -> VectorEnvironment:
         """Environments with seeds of their own, also when they are made again."""
         self.makes += 1
-        return VectorEnvironment(self.env, seed=_mix(self.seed, self.makes), index=self.index)
+        return VectorEnvironment(self.env, seed=mix_seed(self.seed, self.makes), index=self.index)
 
     def _begin_episodes(self) -> None:
         assert self.environments is not None
@@ -184,69 +175,9 @@ class Actor:
         except Exception:  # they are given up because they are broken: closing them may fail as well
             pass
 
-    # ---------------------------------------------------------------------------------------------- an engine's face
-
-    async def abort(self, request_id: str, keep_kv: bool = False) -> None:
-        """End a request. Half a trajectory is none, so nothing is handed back."""
-        if request_id in self._requests:
-            self._aborted.add(request_id)
-
-    async def prepare(self, ticket: WeightTicket) -> None:
-        await self._timed("prepare", ticket, self.engine.prepare(ticket))
-
-    async def commit(self, ticket: WeightTicket, running: RunningPolicy = "go_on") -> None:
-        """Between two steps: a trajectory goes on with the new weights, and each step names its version."""
-        await self._timed("swap", ticket, self.engine.commit(ticket, running))
-
-    async def pause(self, mode: PauseMode) -> None:
-        await self._lock.acquire()
-
-    async def resume(self) -> None:
-        if self._lock.locked():
-            self._lock.release()
-
-    async def sleep(self, level: int) -> None:
-        await self.engine.sleep(level)
-
-    async def wake(self) -> None:
-        await self.engine.wake()
-
-    async def stats(self) -> EngineStats:
-        self._flush_work()
-        running = sum(1 for steps in self._requests.values() if steps)
-        return dataclasses.replace(
-            await self.engine.stats(),
-            running=running,
-            waiting=len(self._requests) - running,
-            progress=dict(self._requests),
-            generated_tokens=self._steps,
-        )
-
     async def close(self) -> None:
-        self._flush_work()
+        await super().close()
         self._give_environments_up()
-
-    async def _timed(self, kind: str, ticket: WeightTicket, call: Any) -> None:
-        began = time.monotonic_ns()
-        await call
-        self.context.record(Event(began, self.context.name, kind, "", ticket.version, time.monotonic_ns() - began))
-
-    def _record(self, began_ns: int) -> None:
-        """The work on one trajectory; those that follow one another closely become one event of `GENERATE_EVENT_S`."""
-        ended_ns = time.monotonic_ns()
-        start_ns, last_ns = self._worked or (began_ns, began_ns)
-        if began_ns - last_ns > TURN_S * 1e9 or ended_ns - start_ns > GENERATE_EVENT_S * 1e9:
-            self._flush_work()
-            start_ns = began_ns
-        self._worked = (start_ns, ended_ns)
-        if not self._requests or len(self._requests) == 1:  # nothing more to do for now
-            self._flush_work()
-
-    def _flush_work(self) -> None:
-        if self._worked is not None:
-            (start_ns, ended_ns), self._worked = self._worked, None
-            version = self.engine.version
-            self.context.record(Event(start_ns, self.context.name, "generate", "", version, ended_ns - start_ns))
 
 
 class Recording:
@@ -301,20 +232,6 @@ class Recording:
         if not self._ended:
             return {}
         return {name: np.concatenate([leaves[name] for _, _, leaves in self._ended]) for name in self.observations}
-
-
-def _refuse_what_is_not_finite(name: str, trajectory: Trajectory) -> None:
-    """NaN from an environment would be in every weight one update later."""
-    arrays = {"reward": trajectory.rewards} | {f"observation {k!r}": v for k, v in trajectory.observations.items()}
-    for what, values in arrays.items():
-        if values.dtype.kind == "f" and not np.isfinite(values).all():
-            t, n = np.argwhere(~np.isfinite(values.reshape(*values.shape[:2], -1)).all(-1))[0]
-            raise PartFailed(f"{name} gave a {what} that is not finite (environment {n}, step {t} of the trajectory)")
-
-
-def _mix(seed: int, index: int) -> int:
-    """A seed of its own for a part."""
-    return int(np.random.SeedSequence([seed, index]).generate_state(1)[0])
 
 
 # ----------------------------------------------------------------------------------------------------- the rollout
