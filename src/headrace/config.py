@@ -509,6 +509,8 @@ def _check_control(config: RunConfig, only: Only | None) -> None:
         raise ConfigError(
             "env.id", f'found "{env.id}" with --only {only}, which is for groups of answers; leave it out'
         )
+    if env.splits > 64:
+        raise ConfigError("env.splits", f"found {env.splits}, use at most 64 (2 keep both sides busy)")
     if weights.interruption == "abort":
         raise ConfigError(
             "weights.interruption", 'found "abort" with env.id: half a trajectory is none; use never, drain or barrier'

@@ -143,7 +143,7 @@ class EnvConfig(Config):
     workers: NonNegative = 0
     """Processes that only step, for one policy worker (rollout.engine.count of those) that acts for all of them; 0: an actor
     steps its environments itself."""
-    splits: Annotated[int, Meta(ge=1, le=64)] = 2
+    splits: Positive = 2
     """With workers: sets of `count` environments in each; one is stepped while another waits for actions."""
     mode: Literal["auto", "sync", "async", "vector_entry_point"] = "auto"
     """How Gymnasium makes them a vector; auto: the environment's own vector class where it has one, else sync."""
