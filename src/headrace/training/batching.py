@@ -34,6 +34,14 @@ class _Row:
         """[L-1]: the last target is never fed in."""
         return self.tokens[:-1]
 
+    @property
+    def routes(self) -> Array | None:
+        """[m, layers, top_k] recorded experts of the inputs that predict the targets."""
+        if self.sample.expert_routing is None:
+            return None
+        sampled = np.cumsum(np.asarray(self.sample.loss_mask) != 0) - 1
+        return self.sample.expert_routing[sampled[self.targets]]
+
 
 def annotations_needed(config: TrainingConfig) -> tuple[Annotation, ...]:
     """What `TrainBackend.annotate` must fill before the first update of a batch.
@@ -140,7 +148,7 @@ def _micros(rows: Sequence[_Row], limit: int, share_prefix: bool) -> Iterator[tu
     shared: list[int] = []
     size = 0
     for row in rows:
-        common = _common(micro[-1].inputs, row.inputs) if micro and share_prefix else 0
+        common = _common(micro[-1], row) if micro and share_prefix else 0
         if micro and size + len(row.inputs) - common > limit:
             yield micro, shared
             micro, shared, size, common = [], [], 0, 0
@@ -151,10 +159,20 @@ def _micros(rows: Sequence[_Row], limit: int, share_prefix: bool) -> Iterator[tu
         yield micro, shared
 
 
-def _common(a: Array, b: Array) -> int:
-    """Length of the common start."""
+def _common(a: _Row, b: _Row) -> int:
+    """Length of the common start of their inputs: the same tokens, and the same experts where those were recorded."""
+    n = _agree(a.inputs, b.inputs)
+    if a.routes is not None and b.routes is not None and np.array_equal(a.targets[:1], b.targets[:1]):
+        same = _agree(a.routes, b.routes)
+        if same < min(len(a.targets), len(b.targets)):
+            n = min(n, int(a.targets[same]) - 1)
+    return n
+
+
+def _agree(a: Array, b: Array) -> int:
+    """How many first entries are equal."""
     n = min(len(a), len(b))
-    different = a[:n] != b[:n]
+    different = (a[:n] != b[:n]).reshape(n, -1).any(axis=1)
     return int(different.argmax()) if different.any() else n
 
 
@@ -220,9 +238,8 @@ def _expert_routing(rows: Sequence[_Row], target_rows: Sequence[Array], inputs: 
         return None
     routes = np.full((inputs, *recorded.shape[1:]), -1, dtype=np.int16)
     for row, at in zip(rows, target_rows, strict=True):
-        if row.sample.expert_routing is not None:
-            sampled = np.cumsum(np.asarray(row.sample.loss_mask) != 0) - 1
-            routes[at] = row.sample.expert_routing[sampled[row.targets]]
+        if row.routes is not None:
+            routes[at] = row.routes
     return routes
 
 
