@@ -54,8 +54,9 @@ def test_v6_a_generation_interrupted_many_times_keeps_one_budget():
     plan = Plan(
         interruption="abort",
         partial="resume_prefix",
-        ahead=3,
-        steps=12,
+        batch=1,
+        ahead=11,
+        steps=40,
         train_s=0.05,
         costs=ScriptedCosts(length=60, length_sigma=0.8, token_s=0.1),
     )

@@ -48,7 +48,7 @@ def test_every_combination_runs_or_is_refused(interruption, partial, placement):
         oversample=3,
         steps=10,
         train_s=0.5,
-        costs=ScriptedCosts(length=50, length_sigma=1.2),
+        costs=ScriptedCosts(length=50, length_sigma=1.2, token_s=0.1),
     )
     outcome = simulate(plan)
     assert outcome.error is None, outcome.error

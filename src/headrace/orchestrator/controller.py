@@ -234,7 +234,7 @@ class Controller:
         try:
             unit = await self.rollout(lease)
             if self.buffer.put(lease, unit):
-                self._event("put", lease.lease_id, unit.oldest_version)
+                self._event("put", lease.lease_id, lease.oldest_version)
         except RolloutRecycled as recycled:
             self._event("recycled", lease.lease_id)
             self.buffer.settle(lease, RECYCLED, recycled.remainder)

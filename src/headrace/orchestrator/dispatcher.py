@@ -146,10 +146,11 @@ class Dispatcher:
     async def generate(self, request: GenerateRequest) -> Generation:
         """One sample. Raises `WorkerDied` when the engine is lost, `CallTimeout` when the reply is, `NoEngines` when
         nobody is left to ask."""
+        request_id = request.request_id
         slot = await self._admitted(request)
-        call = asyncio.create_task(slot.proxy.generate(request), name=request.request_id)
-        slot.calls[request.request_id] = call
-        slot.groups[request.request_id] = request.group_id
+        call = asyncio.create_task(slot.proxy.generate(request), name=request_id)
+        slot.calls[request_id] = call
+        slot.groups[request_id] = request.group_id
         self._routing.started(request, slot)
         if len(slot.calls) == 1:
             slot.moved_at = asyncio.get_running_loop().time()
@@ -160,19 +161,19 @@ class Dispatcher:
             return generation
         except asyncio.CancelledError:
             if call.cancelled():
-                raise WorkerDied(f"{slot.name} was given up while {request.request_id} ran on it") from None
+                raise WorkerDied(f"{slot.name} was given up while {request_id} ran on it") from None
             # The caller is cancelled: its group is closed, so nothing may go on running on an engine for it.
             call.cancel()
             if not slot.fenced:
-                self._background(self._quietly(slot.proxy.abort(request.request_id)))
+                self._background(self._quietly(slot.proxy.abort(request_id)))
             raise
         except WorkerDied as error:
             self.fence(slot, str(error))
             raise
         finally:
-            slot.calls.pop(request.request_id, None)
-            slot.groups.pop(request.request_id, None)
-            slot.unknown.pop(request.request_id, None)
+            slot.calls.pop(request_id, None)
+            slot.groups.pop(request_id, None)
+            slot.unknown.pop(request_id, None)
             self._routing.ended(request, slot)
             self.changed.fire()
 

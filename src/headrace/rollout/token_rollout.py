@@ -23,6 +23,7 @@ from headrace.rollout.partial import GroupRemainder, MemberProgress, PartialPoli
 from headrace.signals import Signal
 from headrace.types import (
     NO_VERSION,
+    Array,
     Episode,
     GenerateRequest,
     Generation,
@@ -44,36 +45,42 @@ class TextEnvironment(Environment, Protocol):
 
 @dataclass(slots=True)
 class Transcript:
-    """The tokens of one episode as they come: prompt and tool tokens are not trained on, sampled ones are."""
+    """The tokens of one episode as they come, piece by piece: prompt and tool tokens are not trained on, sampled ones are."""
 
-    token_ids: list[int] = field(default_factory=list)
-    loss_mask: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    token_ids: list[Array] = field(default_factory=list)
+    loss_mask: list[Array] = field(default_factory=list)
+    logprobs: list[Array] = field(default_factory=list)
+    versions: list[Array] = field(default_factory=list)
     last: Generation | None = None
 
     def add_prompt(self, token_ids: Any) -> None:
-        self.token_ids.extend(token_ids)
-        self.loss_mask.extend([0] * len(token_ids))
-        self.logprobs.extend([0.0] * len(token_ids))
-        self.versions.extend([NO_VERSION] * len(token_ids))
+        count = len(token_ids)
+        self.token_ids.append(np.asarray(token_ids, np.int64))
+        self.loss_mask.append(np.zeros(count, np.int8))
+        self.logprobs.append(np.zeros(count, np.float32))
+        self.versions.append(np.full(count, NO_VERSION, np.int64))
 
     def add_generation(self, generation: Generation) -> None:
-        self.token_ids.extend(generation.token_ids.tolist())
-        self.loss_mask.extend([1] * len(generation.token_ids))
-        self.logprobs.extend(generation.logprobs.tolist())
-        self.versions.extend(generation.policy_versions.tolist())
+        self.token_ids.append(generation.token_ids)
+        self.loss_mask.append(np.ones(len(generation.token_ids), np.int8))
+        self.logprobs.append(generation.logprobs)
+        self.versions.append(generation.policy_versions)
         self.last = generation
+
+    def prompt(self) -> Array:
+        """[P] all tokens so far: what the next generation goes on from."""
+        return self.token_ids[0] if len(self.token_ids) == 1 else np.concatenate(self.token_ids)
 
     def sample(self, sample_id: str) -> TokenSample:
         assert self.last is not None
-        single_turn = len(self.last.token_ids) == sum(self.loss_mask)
+        loss_mask = np.concatenate(self.loss_mask)
+        single_turn = len(self.last.token_ids) == int(loss_mask.sum())
         return TokenSample(
             sample_id=sample_id,
-            token_ids=np.array(self.token_ids, np.int64),
-            loss_mask=np.array(self.loss_mask, np.int8),
-            behavior_logprobs=np.array(self.logprobs, np.float32),
-            policy_versions=np.array(self.versions, np.int64),
+            token_ids=np.concatenate(self.token_ids).astype(np.int64, copy=False),
+            loss_mask=loss_mask,
+            behavior_logprobs=np.concatenate(self.logprobs).astype(np.float32, copy=False),
+            policy_versions=np.concatenate(self.versions).astype(np.int64, copy=False),
             sampling=self.last.sampling,
             finish_reason=self.last.finish_reason,
             # Recorded per generation; a sample of several turns has no single support or route table.
@@ -252,7 +259,7 @@ class TokenRollout:
         try:
             while True:
                 transcript.add_prompt(turn.prompt_ids)
-                generation = await self._turn(lease, index, number, transcript.token_ids, prefix, restarts)
+                generation = await self._turn(lease, index, number, transcript.prompt(), prefix, restarts)
                 transcript.add_generation(generation)
                 turn = await environment.step(generation)
                 if turn.done:
@@ -264,7 +271,7 @@ class TokenRollout:
         return Episode(episode_id=episode_id, samples=(transcript.sample(episode_id),))
 
     async def _turn(
-        self, lease: Lease, index: int, turn: int, prompt: list[int], prefix: Generation | None, restarts: int
+        self, lease: Lease, index: int, turn: int, prompt: Array, prefix: Generation | None, restarts: int
     ) -> Generation:
         """One generation through failures and interruptions, within one budget of tokens."""
         sampling = replace(self.sampling, seed=member_seed(self.seed, lease.index, index, turn))
@@ -275,7 +282,7 @@ class TokenRollout:
                     lease_id=lease.lease_id, member=index, turn=turn, attempt=attempt, incarnation=self.incarnation
                 ),
                 group_id=lease.lease_id,
-                prompt_ids=np.array(prompt, np.int64),
+                prompt_ids=prompt,
                 sampling=sampling,
                 prefix=prefix,
                 keep_kv=self.partial.keep_kv,

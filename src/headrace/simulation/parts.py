@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import zlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from typing import Any
 from headrace.observability.metrics import DropTally, unit_lengths
 from headrace.orchestrator.controller import Controller, StepReport
 from headrace.protocols import Lease, RewardRequest, Turn, WorkerContext
-from headrace.rollout.engines.scripted import ScriptedCosts, ScriptedEngine
+from headrace.rollout.engines.scripted import ScriptedCosts, ScriptedEngine, uniform
 from headrace.training.batching import filter_zero_variance
 from headrace.types import Event, GenerateRequest, Generation, Metrics, Score, Task, Unit, WeightTicket
 
@@ -88,7 +89,7 @@ class TimedScorer:
         return [Score(reward=self._reward(request)) for request in requests]
 
     def _reward(self, request: RewardRequest) -> float:
-        kind = random.Random(f"{self.seed} {request.task.task_id}").random()
+        kind = uniform(zlib.crc32(request.task.task_id.encode()) + self.seed)
         if kind < self.costs.hard:
             return 0.0
         return 1.0 if kind >= 1 - self.costs.easy else float(sum(request.token_ids) % 2)

@@ -60,6 +60,8 @@ class LocalProxy:
         self.name = name
         self.ignored_replies = 0
         self._part: Any = None
+        self._streams: dict[str, bool] = {}
+        """Method -> whether it is an async generator: asking costs more than the rest of a call."""
         self._alive = True
         self._next_id = 0
         self._pending: dict[int, asyncio.Future[Any]] = {}
@@ -91,7 +93,9 @@ class LocalProxy:
     def __getattr__(self, method: str) -> Callable[..., Any]:
         if method.startswith("_"):
             raise AttributeError(method)
-        if inspect.isasyncgenfunction(getattr(self._part, method, None)):
+        if method not in self._streams:
+            self._streams[method] = inspect.isasyncgenfunction(getattr(self._part, method, None))
+        if self._streams[method]:
             return lambda *args, **kwargs: self._stream(method, args, kwargs)
 
         async def call(*args: Any, **kwargs: Any) -> Any:

@@ -14,10 +14,10 @@ import asyncio
 import heapq
 import itertools
 import math
-import random
 from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 
@@ -77,9 +77,11 @@ class ScriptedCosts:
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """begin: the engine's progress when its first own token's turn began; first_run: index of the version live then."""
+    """request_id: of `request`, put together once
+    begin: the engine's progress when its first own token's turn began; first_run: index of the version live then."""
 
     request: GenerateRequest
+    request_id: str
     length: int
     kept: int
     done: asyncio.Future[None]
@@ -141,8 +143,8 @@ class ScriptedEngine:
 
     def _start(self, request: GenerateRequest) -> _Running:
         kept = len(request.prefix.token_ids) if request.prefix is not None else 0
-        one = _Running(request, self._length(request), kept, asyncio.get_running_loop().create_future())
-        self._requests[request.request_id] = one
+        one = _Running(request, request.request_id, self._length(request), kept, asyncio.get_running_loop().create_future())
+        self._requests[one.request_id] = one
         self._idle.clear()
         if request.prefix is None:
             self.drawn += 1
@@ -155,9 +157,11 @@ class ScriptedEngine:
 
     def _length(self, request: GenerateRequest) -> int:
         costs, most = self.costs, request.sampling.max_tokens
-        rng = random.Random(_drawn_by(request).seed or 0)
-        drawn = round(min(costs.length * rng.lognormvariate(0.0, costs.length_sigma), most))
-        return most if costs.runaway and rng.random() < costs.runaway else max(1, drawn)
+        seed = _drawn_by(request).seed or 0
+        if costs.runaway and uniform(seed + 1) < costs.runaway:
+            return most
+        drawn = costs.length * math.exp(costs.length_sigma * NORMAL.inv_cdf(uniform(seed)))
+        return max(1, round(min(drawn, most)))
 
     def _settle(self) -> None:
         """Bring `progress` up to now."""
@@ -228,7 +232,7 @@ class ScriptedEngine:
         self._decoding.pop(one, None)
         if one in self._waiting:
             self._waiting.remove(one)
-        del self._requests[one.request.request_id]
+        del self._requests[one.request_id]
         group = one.request.group_id
         self._siblings[group] -= 1
         if not self._siblings[group]:
@@ -242,8 +246,8 @@ class ScriptedEngine:
     def _result(self, one: _Running, reason: FinishReason) -> Generation:
         prefix, total = one.request.prefix, self._sampled(one) if reason == "abort" else one.length
         own = total - one.kept
-        rng = np.random.default_rng(_drawn_by(one.request).seed or 0)
-        token_ids, versions = rng.integers(1, 100, one.length)[one.kept : total], self._versions(one, own)
+        start = (_drawn_by(one.request).seed or 0) % 1_000_003
+        token_ids, versions = (np.arange(one.kept, total) + start) * 7919 % 99 + 1, self._versions(one, own)
         logprobs = np.full(own, -1.0, np.float32)
         if prefix is not None:
             token_ids = np.concatenate([prefix.token_ids, token_ids])
@@ -259,12 +263,16 @@ class ScriptedEngine:
 
     def _versions(self, one: _Running, own: int) -> np.ndarray:
         """[own] the version that was live when each token was due."""
+        if one.first_run - self._forgotten_runs >= len(self._runs) - 1:
+            return np.full(own, self.version, np.int64)
         runs = list(self._runs)[one.first_run - self._forgotten_runs :]
         numbers = [version for _, version in runs] or [self.version]
         starts = [0, *(min(own, math.floor(at - one.begin + ROUNDING)) for at, _ in runs[1:]), own]
         return np.repeat(np.array(numbers, np.int64), np.diff(starts))
 
     def _forget_runs(self) -> None:
+        if len(self._runs) < 64:
+            return
         needed = min((one.first_run for one in self._decoding), default=self._forgotten_runs + len(self._runs) - 1)
         while len(self._runs) > 1 and self._forgotten_runs < needed and not self._ending():
             self._runs.popleft()
@@ -383,6 +391,18 @@ class ScriptedEngine:
 def _drawn_by(request: GenerateRequest) -> SamplingParams:
     """Whose seed decides: that of the first try, so that an answer which was cut and sent back stays the same answer."""
     return request.prefix.sampling if request.prefix is not None else request.sampling
+
+
+NORMAL = NormalDist()
+
+
+def uniform(seed: int) -> float:
+    """A number between 0 and 1, both excluded, that follows from the seed alone (splitmix64: a generator object costs more
+    than all else about a request)."""
+    mixed = (seed * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return ((mixed ^ (mixed >> 31)) + 0.5) / 2**64
 
 
 def time_ns() -> int:
