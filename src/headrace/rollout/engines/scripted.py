@@ -143,7 +143,9 @@ class ScriptedEngine:
 
     def _start(self, request: GenerateRequest) -> _Running:
         kept = len(request.prefix.token_ids) if request.prefix is not None else 0
-        one = _Running(request, request.request_id, self._length(request), kept, asyncio.get_running_loop().create_future())
+        one = _Running(
+            request, request.request_id, self._length(request), kept, asyncio.get_running_loop().create_future()
+        )
         self._requests[one.request_id] = one
         self._idle.clear()
         if request.prefix is None:
