@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from headrace.config import RunConfig
+from headrace.config import RunConfig, stays_on_device
 from headrace.exchange.buffer import LeaseBuffer
 from headrace.exchange.replay import ReplayBuffer
 from headrace.orchestrator.checkpoint import Restored
 from headrace.orchestrator.dispatcher import Dispatcher, EngineSlot
-from headrace.orchestrator.learner import ControlLearner
+from headrace.orchestrator.learner import ControlLearner, TensorLearner
 from headrace.orchestrator.parts import Parts
 from headrace.protocols import Resources, Runtime
 from headrace.rollout.control_rollout import ControlRollout, build_actor
@@ -32,9 +32,11 @@ async def control_parts(
     # Environments of a restored run begin new episodes: with the old seeds they would repeat those of the start.
     arguments = (config.env, config.policy, channel, config.seed + 7919 * buffer.incarnation)
 
-    build = build_actor
+    build: Any = build_actor
     if config.env.workers:
         from headrace.rollout.policy_worker import build_policy_worker as build
+    elif stays_on_device(config):
+        from headrace.rollout.tensor_rollout import build_tensor_actor as build
 
     async def spawn(name: str) -> EngineSlot:
         resources = Resources(threads=config.rollout.engine.threads)
@@ -62,13 +64,19 @@ def _learner(config: RunConfig, backend: Any, buffer: LeaseBuffer) -> ControlLea
         from headrace.orchestrator.replay_learner import ReplayLearner
 
         return ReplayLearner(backend, buffer, config.replay, config.env.target_return, config.training.steps)
-    return ControlLearner(backend, config.algorithm.gamma, config.env.target_return)
+    kind = TensorLearner if stays_on_device(config) else ControlLearner
+    return kind(backend, config.algorithm.gamma, config.env.target_return)
 
 
 async def _trainer(config: RunConfig, runtime: Runtime, channel: Any) -> Any:
+    more: tuple[Any, ...] = ()
     match config.algorithm.kind:
         case "dqn" | "sac":
             from headrace.training.backends.replay_device import build_replay_device as build
+        case _ if stays_on_device(config):
+            from headrace.training.backends.tensor_device import build_tensor_device as build
+
+            more = (config.env.device,)
         case _:
             from headrace.training.backends.control_device import build_control_device as build
     return await runtime.spawn(
@@ -79,6 +87,7 @@ async def _trainer(config: RunConfig, runtime: Runtime, channel: Any) -> Any:
         config.policy,
         channel,
         config.seed,
+        *more,
         resources=Resources(threads=config.training.threads),
     )
 

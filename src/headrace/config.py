@@ -247,6 +247,13 @@ def resolve_policy(config: RunConfig) -> PolicyConfig:
     return msgspec.structs.replace(config.policy, kind=kind, squash=config.policy.squash or kind == "soft_actor")
 
 
+def stays_on_device(config: RunConfig) -> bool:
+    """Whether simulator, policy and learner share one device, and steps stay on it as tensors."""
+    together = config.env.id.startswith("sim:") and config.runtime == "local" and config.placement == "sync"
+    plain = config.policy.kind == "actor_critic" and config.policy.recurrent == "none" and not config.env.workers
+    return together and plain
+
+
 # ---------------------------------------------------------------------------------------------------- validating
 
 
@@ -527,6 +534,12 @@ def _check_control(config: RunConfig, only: Only | None) -> None:
         raise ConfigError("policy.recurrent", "found with policy.network; a module of your own has no memory yet")
     if (env.frame_skip > 1 or env.frame_stack > 1) and env.mode == "vector_entry_point":
         raise ConfigError("env.mode", 'found "vector_entry_point" with frame_skip or frame_stack; use sync or async')
+    if env.device != "cpu" and not stays_on_device(config):
+        raise ConfigError(
+            "env.device",
+            f'found "{env.device}"; other devices are for env.id = "sim:...", placement = "sync", runtime = "local" and ppo, appo or impala '
+            "without a memory",
+        )
     if config.evaluation.source:
         raise ConfigError("evaluation.source", "found with env.id; episode returns are in every step's figures")
     _check_replay(config)

@@ -159,6 +159,13 @@ class ControlLearner:
         await self.backend.save(str(folder))
 
 
+class TensorLearner(ControlLearner):
+    """Hands trajectories of tensors to its trainer as they are."""
+
+    async def learn(self, units: Sequence[Trajectory]) -> Metrics:
+        return await self.backend.learn(units)
+
+
 class GroupKeeper:
     """Writes groups to a file in place of training on them (`--only rollout`).
 

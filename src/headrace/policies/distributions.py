@@ -43,6 +43,10 @@ class Distribution(Protocol):
         """[N, ...] stored actions in the environment's own terms (started from its lowest, clipped or squashed)."""
         ...
 
+    def to_simulator(self, actions: Tensor) -> Tensor:
+        """The same for tensors, on the device where they are."""
+        ...
+
 
 def distribution_of(spec: ActionSpec, squash: bool = False) -> Distribution:
     """The distribution over a kind of actions."""
@@ -59,7 +63,7 @@ class Categorical:
 
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """[..., n] minus the log of exponential variates: added to logits, the largest is a sample (the Gumbel trick)."""
-        return torch.empty(*shape, self.size).exponential_(generator=generator).log_().neg_()
+        return torch.empty(*shape, self.size, device=generator.device).exponential_(generator=generator).log_().neg_()
 
     def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
         return (outputs + noise).argmax(-1)
@@ -77,6 +81,9 @@ class Categorical:
     def to_environment(self, actions: Array) -> Array:
         return actions + self.start if self.start else actions
 
+    def to_simulator(self, actions: Tensor) -> Tensor:
+        return actions + self.start if self.start else actions
+
 
 class MultiCategorical:
     """Several independent whole numbers: outputs [..., sum of sizes], actions [..., *shape]."""
@@ -87,7 +94,7 @@ class MultiCategorical:
         self.starts = np.array(spec.starts, np.int64).reshape(spec.shape)
 
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        return torch.empty(*shape, self.size).exponential_(generator=generator).log_().neg_()
+        return torch.empty(*shape, self.size, device=generator.device).exponential_(generator=generator).log_().neg_()
 
     def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
         return self.mode(outputs + noise)
@@ -101,7 +108,7 @@ class MultiCategorical:
 
     def logprobs_and_entropy(self, outputs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
         flat = actions.reshape(*outputs.shape[:-1], len(self.sizes))
-        total, entropy = torch.zeros(outputs.shape[:-1]), torch.zeros(outputs.shape[:-1])
+        total, entropy = outputs.new_zeros(outputs.shape[:-1]), outputs.new_zeros(outputs.shape[:-1])
         for index, part in enumerate(outputs.split(self.sizes, -1)):
             logs = functional.log_softmax(part, -1)
             total = total + logs.gather(-1, flat[..., index : index + 1])[..., 0]
@@ -110,6 +117,9 @@ class MultiCategorical:
 
     def to_environment(self, actions: Array) -> Array:
         return actions + self.starts
+
+    def to_simulator(self, actions: Tensor) -> Tensor:
+        return actions + torch.as_tensor(self.starts, device=actions.device)
 
 
 class Gaussian:
@@ -132,7 +142,7 @@ class Gaussian:
             raise ConfigError("policy.squash", "found true with actions that have no bounds; set it to false")
 
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        return torch.empty(*shape, self.k).normal_(generator=generator)
+        return torch.empty(*shape, self.k, device=generator.device).normal_(generator=generator)
 
     def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
         mean, log_std = self._parts(outputs)
@@ -159,6 +169,12 @@ class Gaussian:
         else:
             bounded = np.clip(actions, self.low, self.high)
         return bounded.reshape(len(actions), *self.shape).astype(self.dtype, copy=False)
+
+    def to_simulator(self, actions: Tensor) -> Tensor:
+        low, high = (torch.as_tensor(bound, device=actions.device) for bound in (self.low, self.high))
+        if self.squash:
+            return low + (torch.tanh(actions) + 1) / 2 * (high - low)
+        return actions.clamp(low, high)
 
     def _parts(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         mean, log_std = outputs.split(self.k, -1)

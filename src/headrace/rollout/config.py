@@ -134,10 +134,12 @@ class EnvConfig(Config):
     [group] and [model] are not read (but for group.retries)."""
 
     id: str = ""
-    """A Gymnasium id, `envpool:ID`, or `pkg.module:make_env` (or `file.py:make_env`): a function of `options` that returns an
+    """A Gymnasium id, `sim:ID` (simulated many at once, see `env.device`), `envpool:ID`, or `pkg.module:make_env` (or `file.py:make_env`): a function of `options` that returns an
     environment, or a vector environment when it takes `num_envs`."""
     count: Positive = 8
     """Environments side by side in one actor."""
+    device: str = "cpu"
+    """Where `sim:ID` runs. With runtime = local, policy and learner run there too, and steps stay there as tensors."""
     steps: Positive = 32
     """Steps of one trajectory."""
     workers: NonNegative = 0

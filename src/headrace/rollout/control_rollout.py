@@ -49,8 +49,7 @@ class Actor(Acting):
         self.env, self.seed, self.index = env, seed, int(context.name.rpartition("-")[2])
         self.makes = 0
         self.environments: VectorEnvironment | None = self._make()
-        spaces = self.environments.spaces
-        super().__init__(context, PolicyNetworkEngine(spaces, policy, channel, mix_seed(seed, self.index)))
+        super().__init__(context, self._make_engine(policy, channel))
         self._turn_at = 0.0
         self._begin_episodes()
 
@@ -76,10 +75,7 @@ class Actor(Acting):
             if self.environments is None:
                 self.environments = self._make()
                 self._begin_episodes()
-            recorded = await self._loop(request)
-            trajectory = self._trajectory(request, recorded)
-            refuse_what_is_not_finite(self.env.id, trajectory)
-            return trajectory
+            return await self._record_trajectory(request)
         except HeadraceError:
             self._give_environments_up()
             raise
@@ -88,6 +84,11 @@ class Actor(Acting):
             raise PartFailed(f"{self.env.id} failed: {type(error).__name__}: {error}") from error
         finally:
             self.record_work(began)
+
+    async def _record_trajectory(self, request: TrajectoryRequest) -> Trajectory:
+        trajectory = self._trajectory(request, await self._loop(request))
+        refuse_what_is_not_finite(self.env.id, trajectory)
+        return trajectory
 
     async def _loop(self, request: TrajectoryRequest) -> Recording:
         """`env.steps` steps. The other calls to this actor get their turn every `TURN_S`."""
@@ -159,6 +160,10 @@ class Actor(Acting):
         """Environments with seeds of their own, also when they are made again."""
         self.makes += 1
         return VectorEnvironment(self.env, seed=mix_seed(self.seed, self.makes), index=self.index)
+
+    def _make_engine(self, policy: PolicyConfig, channel: WeightChannel | None) -> PolicyNetworkEngine:
+        assert self.environments is not None
+        return PolicyNetworkEngine(self.environments.spaces, policy, channel, mix_seed(self.seed, self.index))
 
     def _begin_episodes(self) -> None:
         assert self.environments is not None

@@ -21,11 +21,13 @@ class PolicyNetworkEngine:
     Weights change between two forward passes only: `commit` copies what `prepare` staged.
     """
 
-    def __init__(self, spaces: Spaces, config: PolicyConfig, channel: WeightChannel | None, seed: int) -> None:
+    def __init__(
+        self, spaces: Spaces, config: PolicyConfig, channel: WeightChannel | None, seed: int, device: str = "cpu"
+    ) -> None:
         self.spaces, self.channel = spaces, channel
         self.distribution = distribution_of(spaces.action, config.squash)
-        self.network = build_network(spaces, config, self.distribution.size, seed).requires_grad_(False)
-        self.generator = torch.Generator().manual_seed(seed)
+        self.network = build_network(spaces, config, self.distribution.size, seed).requires_grad_(False).to(device)
+        self.generator = torch.Generator(device).manual_seed(seed)
         self.version, self.swaps = NO_VERSION, 0
         self._tensors = dict(self.network.state_dict())  # the live ones, not copies
         self._staged: tuple[WeightTicket, dict[str, Tensor]] | None = None

@@ -172,6 +172,10 @@ def make_environments(config: EnvConfig, count: int) -> Any:
     except ImportError:
         raise MissingExtra("gymnasium", "control", "env.id") from None
     place, _, rest = config.id.rpartition(":")
+    if place == "sim":
+        from headrace.rollout.environments.simulators import make_vector
+
+        return make_vector(count, rest, **simulator_options(config))
     if place == "envpool":
         return _envpool(rest, config, count)
     if place and not _ID.search(rest):
@@ -180,6 +184,12 @@ def make_environments(config: EnvConfig, count: int) -> Any:
         return _from_id(gymnasium, config, count)
     except (gymnasium.error.Error, ImportError) as error:
         raise ConfigError("env.id", f"{config.id!r} cannot be made: {' '.join(str(error).split())}") from None
+
+
+def simulator_options(config: EnvConfig) -> dict[str, Any]:
+    """[env] as the simulators take it."""
+    limit = {"time_limit": config.max_episode_steps} if config.max_episode_steps else {}
+    return {"device": config.device, **limit, **config.options}
 
 
 def _from_id(gymnasium: Any, config: EnvConfig, count: int) -> Any:

@@ -58,12 +58,15 @@ class ControlDevice(PolicyDevice):
 
     async def begin(self, spaces: Spaces) -> None:
         """Build the network. Called once, before anything else."""
+        self._build(spaces, "cpu")
+
+    def _build(self, spaces: Spaces, device: str) -> None:
         self._distribution = distribution_of(spaces.action, self._policy.squash)
-        self._network = build_network(spaces, self._policy, self._distribution.size, self._seed)
+        self._network = build_network(spaces, self._policy, self._distribution.size, self._seed).to(device)
         self._flat = FlatParameters(self._network)
         total = self._training.steps * self._training.epochs * self._training.minibatches
         self._optimizer = FlatAdamW(self._flat, self._training.optimizer, total)
-        self._shuffle = torch.Generator().manual_seed(self._seed)
+        self._shuffle = torch.Generator(device).manual_seed(self._seed)
         self._returns = (0.0, 0.0, 0.0)  # count, mean, sum of squared differences
 
     # --------------------------------------------------------------------------------------------------- training
@@ -80,13 +83,7 @@ class ControlDevice(PolicyDevice):
                 rows.fill(self._credit(batch, rows))
                 found = self._epochs(rows)
             self._follow(rows)
-        stats = torch.stack([torch.stack(list(part.values())) for part in found.losses])
-        names = list(found.losses[0])
-        metrics = {
-            name: Stat(sum(column), len(column), max(column))
-            for name, column in zip(names, stats.T.tolist(), strict=True)
-        }
-        return metrics | found.metrics | rows.explained_variance()
+        return found.summary() | rows.explained_variance()
 
     def _update_once(self, batch: StepBatch, rows: Rows) -> Updates:
         """One step on the whole batch: its forward pass serves the values that credit is made of, too."""
@@ -277,6 +274,12 @@ class Updates:
     losses: list[dict[str, Tensor]]
     metrics: Metrics
 
+    def summary(self) -> Metrics:
+        """Both, the losses over all minibatches in one transfer."""
+        stats = torch.stack([torch.stack(list(part.values())) for part in self.losses])
+        columns = zip(self.losses[0], stats.T.tolist(), strict=True)
+        return {name: Stat(sum(column), len(column), max(column)) for name, column in columns} | self.metrics
+
 
 class Rows:
     """The steps of a batch as flat tensors [T*B, ...], without a copy."""
@@ -303,7 +306,7 @@ class Rows:
         if parts == 1 and not whole_sequences:
             return [slice(None)]
         size = self.count if whole_sequences else self.steps * self.count
-        return torch.randperm(size, generator=generator).tensor_split(parts)
+        return torch.randperm(size, generator=generator, device=generator.device).tensor_split(parts)
 
     def sequences(self, part: Tensor | slice) -> tuple[dict[str, Tensor], Tensor, dict[str, Tensor]]:
         """Leaves [T, B', ...], resets [T, B'], states [B', ...] of some of the environments."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.errors import MissingExtra
+from headrace.errors import ConfigError, MissingExtra
 from headrace.rollout.environments.simulators.base import Actions, Simulator
 
 RESET_NOISE = 0.1
@@ -38,6 +38,9 @@ class MujocoSimulator(Simulator):
         except ImportError:
             raise MissingExtra("mujoco", "mujoco", f"env.id = sim:{self.name}") from None
         super().__init__(count, **options)
+        if self.device.type != "cpu":
+            problem = f'found "{self.device}", but {self.name} is stepped by the CPU; set it to cpu'
+            raise ConfigError("env.device", problem)
         model = mujoco.MjModel.from_xml_path(str(_assets() / self.model_file))
         self.model, self.nq, self.nv = model, model.nq, model.nv
         self.seconds = model.opt.timestep * self.frame_skip

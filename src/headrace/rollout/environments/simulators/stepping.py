@@ -28,6 +28,7 @@ class SteppedEnvironments:
         count: int,
         *,
         seeds: int | Tensor = 0,
+        device: str = "cpu",
         dtype: torch.dtype = torch.float32,
         time_limit: int | None = None,
         threads: int = 0,
@@ -36,6 +37,8 @@ class SteppedEnvironments:
             import gymnasium
         except ImportError:
             raise MissingExtra("gymnasium", "mujoco", f"env.id = sim:{name}") from None
+        if device != "cpu":
+            raise ConfigError("env.device", f'found "{device}", but {name} is stepped by the CPU; set it to cpu')
         spec = gymnasium.spec(name)
         # The time limit and the checks of Gymnasium's wrappers are done here, for all environments at once.
         self.environments = [gymnasium.make(name, disable_env_checker=True).unwrapped for _ in range(count)]

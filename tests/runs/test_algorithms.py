@@ -1,4 +1,4 @@
-"""Whole runs that learn from a replay, through the controller and buffer of every run."""
+"""Whole runs of the algorithms that learn from a replay or on a device, through the controller and buffer of every run."""
 
 from __future__ import annotations
 
@@ -68,3 +68,25 @@ def test_dqn_learns_to_balance(run):
 def test_sac_learns_to_swing_up(run):
     ran = run("sac", "learn", "training.steps=160")
     assert ran.code == 0 and late_return(ran) > -300
+
+
+# --------------------------------------------------------------------------------------------------- on one device
+
+
+def test_tensor_runs_repeat_and_go_on_where_they_were(run):
+    words = ("env.count=64", "env.steps=16", "env.target_return=none")
+    whole = run("tensor_sim", "whole", *words, "training.steps=4")
+    again = run("tensor_sim", "again", *words, "training.steps=4")
+    assert whole.code == again.code == 0 and whole.weights == again.weights, whole.err
+    assert whole.counts == {"submitted": 4, "trained": 4, "dropped": {}, "in_flight": 0}
+    assert whole.steps[-1]["batch/steps"] == 64 * 16 and whole.steps[-1]["episode/count"] > 0
+    other = run("tensor_sim", "other", *words, "training.steps=4", "seed=1")
+    assert other.weights != whole.weights
+
+
+@pytest.mark.parametrize("words", [("runtime=processes", "placement=separate"), ("policy.recurrent=gru",)])
+def test_simulators_serve_every_other_way_as_vector_environments(run, words):
+    ran = run("tensor_sim", "v", "env.count=16", "env.steps=16", "training.steps=2", *words)
+    assert ran.code == 0, ran.err
+    refused = run("tensor_sim", "w", "env.device=cuda", *words)
+    assert refused.code == 2 and 'env.device: found "cuda"; other devices are for env.id = "sim:..."' in refused.err
