@@ -30,6 +30,8 @@ _HEADER = struct.Struct("<4sIBHQ")
 _MAGIC = b"HRU1"
 _UNIT, _FORGET = 1, 2
 SEGMENT_BYTES = 64 << 20
+FLUSH_EVERY_S = 0.1
+"""A file that is being flushed cannot be written to, so that a flush after each record would make each append wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class _Place:
 
 class FileStore:
     """A record is written when `append` returns, so the death of this process loses nothing; a thread brings it to the
-    disk, so the death of the machine loses at most what was put during one flush.
+    disk every `FLUSH_EVERY_S`, so the death of the machine loses at most what was put since.
 
     damaged: records that were found broken when the folder was opened; a torn last one is no damage
     keep_acknowledged: for a restore from the last checkpoint; without checkpoints nobody will ask for them
@@ -249,6 +251,7 @@ class _Flusher:
         self._dirty: set[int] = set()
         self._busy = False
         self._closed = False
+        self._hurry = False
         self._problem: OSError | None = None
         self._thread = threading.Thread(target=self._run, name="store-flush", daemon=True)
         self._thread.start()
@@ -264,6 +267,8 @@ class _Flusher:
     def wait(self) -> None:
         """Until all that was written is on the disk."""
         with self._changed:
+            self._hurry = bool(self._dirty)
+            self._changed.notify_all()
             self._changed.wait_for(lambda: not self._dirty and not self._busy)
 
     def close(self) -> None:
@@ -278,7 +283,9 @@ class _Flusher:
                 self._changed.wait_for(lambda: self._dirty or self._closed)
                 if not self._dirty:
                     return
-                work, self._dirty, self._busy = self._dirty, set(), True
+                if not self._closed and not self._hurry:
+                    self._changed.wait_for(lambda: self._closed or self._hurry, FLUSH_EVERY_S)
+                work, self._dirty, self._busy, self._hurry = self._dirty, set(), True, False
             problem = None
             for descriptor in work:
                 try:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from headrace.exchange.stores.room import Room
-from headrace.types import TokenSample, Unit
+from headrace.types import Group, Unit
 
 
 class MemoryStore:
@@ -50,25 +50,16 @@ class MemoryStore:
         self._units.clear()
 
 
-_NAMES: dict[type, tuple[str, ...]] = {}
-"""Record type -> its fields: asking for them costs more than adding them up."""
+def unit_bytes(unit: Unit) -> int:
+    """Bytes of all arrays inside a unit, which is all but a few hundred of what it takes."""
+    if isinstance(unit, Group):
+        samples = sum(sample.nbytes for episode in unit.episodes for sample in episode.samples)
+        return samples + sum(_nbytes(score.per_token) + _nbytes(score.teacher_logprobs) for score in unit.scores)
+    return sum(_nbytes(getattr(unit, field.name)) for field in dataclasses.fields(unit))
 
 
-def unit_bytes(value: Any) -> int:
-    """Bytes of all arrays and strings inside a unit; other leaves (numbers, flags) count 8 each."""
-    if type(value) is float or type(value) is int:
-        return 8
-    if isinstance(value, np.ndarray | TokenSample):
-        return value.nbytes
-    if isinstance(value, str | bytes):
-        return len(value)
-    names = _NAMES.get(type(value))
-    if names is None and dataclasses.is_dataclass(value):
-        names = _NAMES[type(value)] = tuple(field.name for field in dataclasses.fields(value))
-    if names is not None:
-        return sum([unit_bytes(getattr(value, name)) for name in names])
+def _nbytes(value: Any) -> int:
+    """Of an array, or of the arrays that a dict holds."""
     if isinstance(value, dict):
-        return sum(unit_bytes(key) + unit_bytes(item) for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return sum(unit_bytes(item) for item in value)
-    return 0 if value is None else getattr(value, "nbytes", 8)
+        return sum(map(_nbytes, value.values()))
+    return value.nbytes if isinstance(value, np.ndarray) else 0
