@@ -57,7 +57,9 @@ def make_group(name: str, members: int, tokens: int) -> Group:
 
     episodes = tuple(Episode(episode_id=f"{name}/{m}", samples=(sample(m),)) for m in range(members))
     task = Task(task_id=name, source="benchmark", payload={"prompt": "x" * 200})
-    return Group(group_id=name, task=task, expected_size=members, episodes=episodes, scores=(Score(reward=1.0),) * members)
+    return Group(
+        group_id=name, task=task, expected_size=members, episodes=episodes, scores=(Score(reward=1.0),) * members
+    )
 
 
 # ------------------------------------------------------------------------------------------------ one put-and-read each

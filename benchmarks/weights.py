@@ -1,8 +1,18 @@
-"""Weight channels against one-thread memcpy: 500 MB from a publisher to views in another process, interleaved medians.
+"""Weight syncs beside one-thread memcpy: every channel, scope and number of receivers; medians of interleaved pairs.
 
-    python benchmarks/weights.py [--megabytes 500] [--rounds 15]
+    python benchmarks/weights.py [--megabytes 500] [--rounds 11] [--channels ...] [--receivers 1,3] [--scopes ...]
+    python benchmarks/weights.py --sparsity smollm2 [--steps 8]
 
-A transfer is `publish` plus `read` in the reader's process, up to checked views of that version.
+A sync is `publish` in one process and, at the same time in each receiver's process, `read` up to checked tensors of that
+version. In each round the publisher's process also copies as many bytes by memcpy. GB/s count the model's bytes once a
+receiver, whatever travelled.
+
+    full       float32 weights, all of them new
+    changed    bfloat16 weights of which --share have changed: positions and values travel
+    adapter    a hundredth of the bytes, under scope "adapter"
+
+`--sparsity` says what share is realistic: it trains a real model (bfloat16 weights, float32 masters and AdamW, as
+`model.dtype = bfloat16` does) on random advantages, and counts the bfloat16 values that a step has changed.
 """
 
 from __future__ import annotations
@@ -10,126 +20,190 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ctypes
-import json
 import statistics
+import tempfile
 import time
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from headrace.exchange.channels import open_channel
+from headrace.exchange.channels import AVAILABLE, open_channel
 from headrace.orchestrator.runtimes.processes import ProcessRuntime
 from headrace.protocols import WeightChannel, WorkerContext
 from headrace.types import WeightTicket
 
 LAYERS = 100
-WARM_UP = 3  # both segments and the reader's mappings are fresh: their pages are being made
-
-
-@dataclass(frozen=True, slots=True)
-class Spent:
-    """By the wall's clock, and by this thread's own: the second does not see what else the machine was doing."""
-
-    wall_s: float
-    cpu_s: float
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.wall_s, self.cpu_s = time.perf_counter(), time.thread_time()
-
-    def spent(self) -> Spent:
-        return Spent(time.perf_counter() - self.wall_s, time.thread_time() - self.cpu_s)
+WARM_UP = 3  # both versions' memory is fresh: its pages are being made
+SCOPES = ("full", "changed", "adapter")
 
 
 class Publisher:
     """Owns the weights; also times a plain copy of as many bytes, in the same process and the same round."""
 
-    def __init__(self, context: WorkerContext, channel: WeightChannel, megabytes: int) -> None:
+    def __init__(self, context: WorkerContext | None, megabytes: int, share: float) -> None:
         torch.set_num_threads(1)
-        self.channel = channel
-        values = megabytes * 1_000_000 // 4
-        self.source = torch.rand(values)
-        self.copy = torch.zeros(values)
-        per_layer = values // LAYERS
-        self.tensors = [(f"layer.{i}", self.source[i * per_layer : (i + 1) * per_layer]) for i in range(LAYERS)]
+        self.share = share
+        self.bytes = megabytes * 1_000_000 // 4 * 4
+        self.source = torch.rand(self.bytes // 4)
+        self.copy = torch.zeros(self.bytes // 4)
 
-    def publish(self, version: int) -> tuple[WeightTicket, Spent]:
-        clock = Clock()
-        ticket = self.channel.publish(self.tensors, version)
-        return ticket, clock.spent()
+    def join(self, channel: WeightChannel, scope: str) -> None:
+        self.channel, self.scope = channel, scope
+        whole = self.source.view(torch.bfloat16) if scope == "changed" else self.source
+        part = whole[: whole.numel() // 100] if scope == "adapter" else whole
+        self.tensors = [(f"layer.{i}", piece) for i, piece in enumerate(part.chunk(LAYERS))]
+        self.generator = torch.Generator().manual_seed(0)
 
-    def memcpy(self) -> Spent:
-        clock = Clock()
-        ctypes.memmove(self.copy.data_ptr(), self.source.data_ptr(), self.source.numel() * 4)
-        return clock.spent()
+    def publish(self, version: int) -> tuple[WeightTicket, float]:
+        if self.scope == "changed":
+            bits = self.source.view(torch.int16)
+            places = torch.randint(0, bits.numel(), (int(bits.numel() * self.share),), generator=self.generator)
+            bits[places] ^= 1
+        started = time.perf_counter()
+        scope = "adapter" if self.scope == "adapter" else "full"
+        ticket = self.channel.publish(self.tensors, version, "main", scope)
+        return ticket, time.perf_counter() - started
+
+    def memcpy(self) -> float:
+        started = time.perf_counter()
+        ctypes.memmove(self.copy.data_ptr(), self.source.data_ptr(), self.bytes)
+        return time.perf_counter() - started
+
+    def leave(self) -> None:
+        self.channel.close()
 
 
 class Reader:
-    def __init__(self, context: WorkerContext, channel: WeightChannel) -> None:
+    def __init__(self, context: WorkerContext | None) -> None:
         torch.set_num_threads(1)
+
+    def join(self, channel: WeightChannel, scope: str) -> None:
         self.channel = channel
         self.held: WeightTicket | None = None
 
-    def read(self, ticket: WeightTicket) -> Spent:
-        clock = Clock()
-        views = self.channel.read(ticket)
-        spent = clock.spent()
-        assert len(views) == LAYERS
+    def read(self, ticket: WeightTicket) -> int:
+        tensors = self.channel.read(ticket)
         if self.held is not None:
             self.channel.release(self.held)
         self.held = ticket
-        return spent
+        return len(tensors)
+
+    def leave(self) -> None:
+        self.channel.close()
 
 
-async def across_processes(megabytes: int, rounds: int) -> dict[str, float]:
+async def measure(publisher: Any, readers: list[Any], kind: str, scope: str, options: argparse.Namespace) -> str:
+    """One row: the syncs of a channel, each beside a memcpy."""
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        channel = open_channel(
+            kind, folder=folder, scope="changed" if scope == "changed" else "full", full_every=1 << 30
+        )
+        parties = [publisher, *readers]
+        for party in parties:
+            await party.join(channel, scope)
+        copies, publishes, syncs, sent = [], [], [], 0
+        for version in range(options.rounds + WARM_UP):
+            copies.append(await publisher.memcpy())
+            ticket, spent = await publisher.publish(version)
+            started = time.perf_counter()
+            await asyncio.gather(*(reader.read(ticket) for reader in readers))
+            publishes.append(spent)
+            syncs.append(spent + time.perf_counter() - started)
+            sent = ticket.bytes
+        for party in parties:
+            await party.leave()
+    copies, publishes, syncs = copies[WARM_UP:], publishes[WARM_UP:], syncs[WARM_UP:]
+    size = options.megabytes / 1e3
+    ratios = [copy * len(readers) / sync for copy, sync in zip(copies, syncs, strict=True)]
+    whole = f"{size * len(readers) / statistics.median(syncs):.2f}"
+    return (
+        f"| {kind} | {scope} | {len(readers)} | {sent / 1e6:,.1f} | {statistics.median(publishes):.3f} "
+        f"| {statistics.median(syncs):.3f} | {whole if scope != 'adapter' else ''} "
+        f"| {f'{statistics.median(ratios):.0%} ({min(ratios):.0%}-{max(ratios):.0%})' if scope == 'full' else ''} |"
+    )
+
+
+class Awaitable:
+    """A part of this process with awaitable methods, for the channel that reaches no other."""
+
+    def __init__(self, part: Any) -> None:
+        self.part = part
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(*args: Any) -> Any:
+            return getattr(self.part, name)(*args)
+
+        return call
+
+
+async def compare(options: argparse.Namespace) -> None:
+    counts = [int(count) for count in options.receivers.split(",")]
     runtime = ProcessRuntime(lambda event: None)
-    channel = open_channel("shared_memory")
-    publisher = await runtime.spawn("publisher", Publisher, channel, megabytes)
-    reader = await runtime.spawn("reader", Reader, channel)
-    memcpy, publish, read = [], [], []
-    for version in range(rounds + WARM_UP):
-        memcpy.append(await publisher.memcpy())
-        ticket, spent = await publisher.publish(version)
-        publish.append(spent)
-        read.append(await reader.read(ticket))
+    publisher = await runtime.spawn("publisher", Publisher, options.megabytes, options.share)
+    readers = [await runtime.spawn(f"reader-{n}", Reader) for n in range(max(counts))]
+    print("| channel | scope | receivers | MB sent | publish, s | sync, s | GB/s | of memcpy (range) |")
+    print("|---|---|---|---|---|---|---|---|")
+    for scope in options.scopes.split(","):
+        for kind in options.channels.split(","):
+            if kind == "in_process":
+                here = Awaitable(Publisher(None, options.megabytes, options.share)), [Awaitable(Reader(None))]
+                print(await measure(*here, kind, scope, options), flush=True)
+                continue
+            for count in counts:
+                print(await measure(publisher, readers[:count], kind, scope, options), flush=True)
     await runtime.close()
-    return summary("shared_memory", megabytes, memcpy, publish, read)
 
 
-def in_process(megabytes: int, rounds: int) -> dict[str, float]:
-    publisher = Publisher(None, open_channel("in_process"), megabytes)
-    reader = Reader(None, publisher.channel)
-    memcpy, publish, read = [], [], []
-    for version in range(rounds + WARM_UP):
-        memcpy.append(publisher.memcpy())
-        ticket, spent = publisher.publish(version)
-        publish.append(spent)
-        read.append(reader.read(ticket))
-    return summary("in_process", megabytes, memcpy, publish, read)
+# ------------------------------------------------------------------------------------------------------------- sparsity
 
 
-def summary(
-    name: str, megabytes: int, memcpy: list[Spent], publish: list[Spent], read: list[Spent]
-) -> dict[str, float]:
-    first = publish[0].wall_s + read[0].wall_s
-    memcpy, publish, read = memcpy[WARM_UP:], publish[WARM_UP:], read[WARM_UP:]
-    found = {f"{name}_first_transfer_s": first}
-    for clock in ("wall_s", "cpu_s"):
-        copies = [getattr(spent, clock) for spent in memcpy]
-        transfers = [getattr(p, clock) + getattr(r, clock) for p, r in zip(publish, read, strict=True)]
-        found[f"{name}_memcpy_gb_per_{clock}"] = megabytes / 1e3 / statistics.median(copies)
-        found[f"{name}_gb_per_{clock}"] = megabytes / 1e3 / statistics.median(transfers)
-        found[f"{name}_of_memcpy_by_{clock}"] = statistics.median(c / t for c, t in zip(copies, transfers, strict=True))
-        found[f"{name}_read_{clock}"] = statistics.median(getattr(spent, clock) for spent in read)
-    return found
+def sparsity(model_name: str, rate: float, steps: int) -> None:
+    """Train and count: the share of bfloat16 values that differ after each step, and what would travel."""
+    from headrace.config import ModelConfig
+    from headrace.models.catalog import resolve_model
+    from headrace.training.config import OptimizerConfig
+    from headrace.training.optimizer import FlatAdamW, FlatParameters
+    from headrace.training.policy import load_model
+
+    folder = resolve_model(ModelConfig(path=model_name))
+    model = load_model(str(folder), "bfloat16")
+    flat = FlatParameters(model)
+    optimizer = FlatAdamW(flat, OptimizerConfig(lr=rate), steps)
+    generator = torch.Generator().manual_seed(0)
+    print(f"{model_name}: {flat.values.numel():,} bfloat16 weights, AdamW at lr {rate:g}, float32 masters")
+    print("| step | changed | MB as positions and values | MB whole |")
+    print("|---|---|---|---|")
+    for step in range(1, steps + 1):
+        before = flat.values.clone()
+        tokens = torch.randint(0, model.config.vocab_size, (8, 64), generator=generator)
+        logits = model(input_ids=tokens[:, :-1]).logits.float()
+        chosen = torch.log_softmax(logits, -1).gather(-1, tokens[:, 1:, None])[..., 0]
+        advantages = torch.randn(8, 1, generator=generator)
+        (-(advantages * chosen).mean()).backward()
+        optimizer.step()
+        changed = int((flat.values.view(torch.int16) != before.view(torch.int16)).sum())
+        share = changed / before.numel()
+        print(f"| {step} | {share:.3%} | {changed * 6 / 1e6:.2f} | {before.numel() * 2 / 1e6:.0f} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, default=500)
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--channels", default=",".join(AVAILABLE))
+    parser.add_argument("--receivers", default="1,3")
+    parser.add_argument("--scopes", default=",".join(SCOPES))
+    parser.add_argument("--share", type=float, default=0.01)
+    parser.add_argument("--folder", default=None, help="of the filesystem channel; /dev/shm for memory")
+    parser.add_argument("--sparsity", metavar="MODEL", default="")
+    parser.add_argument("--lr", type=float, default=1e-6)
+    parser.add_argument("--steps", type=int, default=8)
+    options = parser.parse_args()
+    if options.sparsity:
+        sparsity(options.sparsity, options.lr, options.steps)
+    else:
+        asyncio.run(compare(options))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--megabytes", type=int, default=500)
-    parser.add_argument("--rounds", type=int, default=15)
-    options = parser.parse_args()
-    result = asyncio.run(across_processes(options.megabytes, options.rounds))
-    result |= in_process(options.megabytes, options.rounds)
-    print(json.dumps({name: round(value, 4) for name, value in result.items()}, indent=2))
+    main()
