@@ -24,7 +24,7 @@ RANKS = {
     "nearest": 5,
     **dict.fromkeys(("models", "orchestrator"), 5),
     "estimates": 6,
-    "assemble_control": 7,
+    **dict.fromkeys(("assemble_clients", "assemble_control"), 7),
     **dict.fromkeys(("assemble", "check"), 8),
     "simulation": 9,
     "comparison": 10,
@@ -36,7 +36,9 @@ UPWARDS = {("config", "orchestrator.config")}
 HEAVY = (
     "torch",
     "gymnasium",
+    "starlette",
     "transformers",
+    "uvicorn",
     "ray",
     "vllm",
     "redis",

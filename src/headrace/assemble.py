@@ -54,10 +54,13 @@ def run(
     resume: bool = False,
     display: str | None = None,
     samples: Path | None = None,
+    token: str = "",
 ) -> int:
     """Run to the end, or to a stop; 0, or the exit code of an interrupted run (130). Raises the error of a failed one."""
     return asyncio.run(
-        Assembly(resolve(config), run_dir, only=only, resume=resume, display=display, samples=samples).run()
+        Assembly(
+            resolve(config), run_dir, only=only, resume=resume, display=display, samples=samples, token=token
+        ).run()
     )
 
 
@@ -74,8 +77,10 @@ class Assembly:
         resume: bool,
         display: str | None,
         samples: Path | None,
+        token: str = "",
     ) -> None:
         self.config, self.run_dir, self.only, self.resume, self.samples = config, run_dir, only, resume, samples
+        self.token = token
         self.display = open_display(display or config.observability.display, config.training.steps)  # type: ignore[arg-type]
         self.versions = VersionLine()
         self.started = time.monotonic()
@@ -172,6 +177,10 @@ class Assembly:
             step=restored.step if restored else 0,
         )
         self.narrator.attach(controller)
+        if self._served:
+            from headrace.assemble_clients import serve_clients
+
+            await serve_clients(stack, config, self.run_dir, controller, parts, self.token, self.display.message)
         return controller
 
     async def _parts(
@@ -202,6 +211,11 @@ class Assembly:
             evaluator=self._evaluator(dispatcher, environment, rewarder),
             reward_metrics=rewarder.metrics if rewarder is not None else dict,
         )
+
+    @property
+    def _served(self) -> bool:
+        """Whether clients produce the episodes."""
+        return self.config.rollout.source == "http" and self.only != "train"
 
     def _open_source(self) -> TaskSource:
         if self.config.env.id:
@@ -331,7 +345,12 @@ class Assembly:
             from headrace.reward.functions import import_function
 
             function = import_function(config.rollout.function, Path.cwd(), "rollout.function")
-        return TokenRollout(
+        kind: Callable[..., TokenRollout] = TokenRollout
+        if self._served:
+            from headrace.assemble_clients import client_rollout
+
+            kind = client_rollout(config, environment)
+        return kind(
             dispatcher,
             lambda: environment,
             rewarder,

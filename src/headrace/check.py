@@ -104,15 +104,28 @@ def _check_model(config: RunConfig, found: Findings, out: Callable[[str], None])
         f"  end tokens: {words}"
         + (f"; stop strings: {list(config.rollout.sampling.stop)}" if config.rollout.sampling.stop else "")
     )
-    tasks = _first_tasks(config, found)
+    served = config.rollout.source == "http"
+    tasks = [] if served else _first_tasks(config, found)
     longest = _check_prompts(config, tokenizer, tasks, shape, found, out)
+    if served:
+        _check_serving(config, tokenizer, found, out)
     _section(out, "Memory, roughly")
     _check_memory(config, shape, longest, found, out)
     _section(out, "Rewards")
-    if config.reward.functions:
+    if config.reward.functions and not served:
         asyncio.run(_check_rewards(config, tasks, found, out))
     else:
-        out("  none: rollout.function brings its own scores")
+        out(f"  none: {'clients post' if served else 'rollout.function brings'} scores")
+
+
+def _check_serving(config: RunConfig, tokenizer: Any, found: Findings, out: Callable[[str], None]) -> None:
+    """Whether the server of `rollout.source = "http"` can open, and what it understands."""
+    out("  from clients of the HTTP API")
+    if not tokenizer.chat_template:
+        found.warnings.append("model.path: the model has no chat template, so clients can use /v1/completions only")
+    for package in ("starlette", "uvicorn"):
+        if importlib.util.find_spec(package) is None:
+            found.problems.append(f"rollout.source: found 'http', which needs {package}: pip install 'headrace[serve]'")
 
 
 def _check_memory(

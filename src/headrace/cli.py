@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+import time
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -24,6 +25,21 @@ app = typer.Typer(
 
 CONFIG_FILE = "config.toml"
 INTERRUPTED = 130
+
+SERVE = (
+    'rollout.source="http"',
+    'placement="separate"',
+    'buffer.depth="queue"',
+    "buffer.steps=63",
+    "rollout.max_in_flight=64",
+    "training.groups=1",
+    "training.minibatches=1",
+    "training.stream_groups=0",
+    "training.steps=1000000000",
+    "checkpoint.every_steps=0",
+    "limits.max_dropped=1000000000",
+)
+"""What makes a server of a run: groups are written one by one as they are scored, 64 are open, and it ends when it is told to."""
 
 
 class Only(StrEnum):
@@ -84,6 +100,28 @@ def run(
         folder = make_run_dir(runs_dir / loaded.name, loaded)
         code = _run(loaded, folder, only=part, resume=False, display=shown, samples=samples)
     raise typer.Exit(code)
+
+
+@app.command()
+def serve(
+    config: ConfigArgument,
+    overrides: Overrides = None,
+    host: Annotated[str, typer.Option(help="Where it listens; whoever can reach it needs the token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
+    token: Annotated[
+        str, typer.Option(help="What clients must bring; made up when left out.", show_default=False)
+    ] = "",
+    runs_dir: Annotated[Path, typer.Option(help="Where run folders are made.")] = Path("runs"),
+    name: Annotated[str, typer.Option(help="Name of the run's folder.", show_default=False)] = "",
+    display: Annotated[Display, typer.Option(help="How progress is shown.")] = Display.LINES,
+) -> None:
+    """Serve a model behind an OpenAI-compatible API; what its sessions produce is written as scored groups."""
+    name = name or f"serve-{time.strftime('%Y%m%d-%H%M%S')}"
+    address = [f"clients.host={json.dumps(host)}", f"clients.port={port}", f"name={json.dumps(name)}"]
+    loaded = _load(config, [*SERVE, *(overrides or []), *address], only="rollout")
+    folder = make_run_dir(runs_dir / loaded.name, loaded)
+    shown = display.value
+    raise typer.Exit(_run(loaded, folder, only="rollout", resume=False, display=shown, samples=None, token=token))
 
 
 @app.command()
@@ -196,7 +234,16 @@ def _load(source: str, overrides: list[str], *, only: str | None = None, warn: b
     return resolve(config)
 
 
-def _run(config, run_dir: Path, *, only: str | None, resume: bool, display: str | None, samples: Path | None) -> int:
+def _run(
+    config,
+    run_dir: Path,
+    *,
+    only: str | None,
+    resume: bool,
+    display: str | None,
+    samples: Path | None,
+    token: str = "",
+) -> int:
     """Start it; a folder in which nothing happened yet is taken away again when the user has something to mend."""
     code = INTERRUPTED
     # The run listens for Ctrl-C itself, once it is there. Until then: a KeyboardInterrupt that passes through an `exec`
@@ -205,7 +252,7 @@ def _run(config, run_dir: Path, *, only: str | None, resume: bool, display: str 
     try:
         from headrace.assemble import run as start
 
-        code = start(config, run_dir, only=only, resume=resume, display=display, samples=samples)
+        code = start(config, run_dir, only=only, resume=resume, display=display, samples=samples, token=token)
         return code
     except RunError:
         code = 1

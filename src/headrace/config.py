@@ -17,7 +17,7 @@ from headrace.observability.config import ObservabilityConfig
 from headrace.orchestrator.config import CheckpointConfig, EvaluationConfig, LimitsConfig
 from headrace.policies.config import PolicyConfig
 from headrace.reward.config import RewardConfig
-from headrace.rollout.config import EnvConfig, GroupConfig, RolloutConfig, TasksConfig
+from headrace.rollout.config import ClientsConfig, EnvConfig, GroupConfig, RolloutConfig, TasksConfig
 from headrace.training.config import AlgorithmConfig, TrainingConfig
 
 PRESETS_FOLDER = Path(__file__).parent / "presets"
@@ -54,6 +54,7 @@ class RunConfig(Config):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     tasks: TasksConfig = TasksConfig()
     rollout: RolloutConfig = RolloutConfig()
+    clients: ClientsConfig = ClientsConfig()
     group: GroupConfig = GroupConfig()
     reward: RewardConfig = RewardConfig()
     buffer: BufferConfig = BufferConfig()
@@ -231,6 +232,9 @@ def resolve(config: RunConfig) -> RunConfig:
         runtime=runtime,
         buffer=replace(config.buffer, depth=depth),
         weights=replace(config.weights, channel=channel),
+        tasks=replace(config.tasks, source="clients")
+        if _from_clients(config) and not config.tasks.source
+        else config.tasks,
         group=replace(config.group, min_complete=config.group.min_complete or config.group.size),
         rollout=replace(
             config.rollout,
@@ -252,6 +256,10 @@ def stays_on_device(config: RunConfig) -> bool:
     together = config.env.id.startswith("sim:") and config.runtime == "local" and config.placement == "sync"
     plain = config.policy.kind == "actor_critic" and config.policy.recurrent == "none" and not config.env.workers
     return together and plain
+
+
+def _from_clients(config: RunConfig) -> bool:
+    return config.rollout.source == "http"
 
 
 # ---------------------------------------------------------------------------------------------------- validating
@@ -486,7 +494,9 @@ def _check_inputs(config: RunConfig, only: Only | None) -> None:
             "tasks.source",
             "missing; give sums, largest, jsonl:PATH, hf:FOLDER, reasoning_gym:TASK or pkg.module:object",
         )
-    if only != "train" and not config.reward.functions and not config.rollout.function:
+    _check_clients(config, only)
+    scored = config.reward.functions or config.rollout.function or _from_clients(config)
+    if only != "train" and not scored:
         raise ConfigError(
             "reward.functions",
             'missing; add [[reward.functions]] with use = "exact" or another rule, or a function of your own',
@@ -507,6 +517,25 @@ def _check_inputs(config: RunConfig, only: Only | None) -> None:
                 f'found "{name}", the name of reward.functions.{seen[name]} too; give each its own',
             )
         seen[name] = index
+
+
+def _check_clients(config: RunConfig, only: Only | None) -> None:
+    """What clients of the HTTP API cannot be asked to do."""
+    weights = config.weights
+    if not _from_clients(config):
+        if config.tasks.source == "clients" and only != "train":
+            raise ConfigError("tasks.source", 'found "clients", which goes with rollout.source = "http"')
+        return
+    if config.rollout.function:
+        raise ConfigError(
+            "rollout.function", 'found with rollout.source = "http", where clients are the rollout; leave one out'
+        )
+    if weights.partial in ("recycle", "restart") or (weights.interruption, weights.partial) == ("abort", "none"):
+        raise ConfigError(
+            "weights.partial",
+            f'found "{weights.partial}" with rollout.source = "http", whose clients cannot begin anew; '
+            "use continue, resume_prefix or restore, or weights.interruption = drain",
+        )
 
 
 def _check_control(config: RunConfig, only: Only | None) -> None:
@@ -540,6 +569,8 @@ def _check_control(config: RunConfig, only: Only | None) -> None:
             f'found "{env.device}"; other devices are for env.id = "sim:...", placement = "sync", runtime = "local" and ppo, appo or impala '
             "without a memory",
         )
+    if _from_clients(config):
+        raise ConfigError("rollout.source", 'found "http" with env.id, whose environments are stepped here; use engine')
     if config.evaluation.source:
         raise ConfigError("evaluation.source", "found with env.id; episode returns are in every step's figures")
     _check_replay(config)

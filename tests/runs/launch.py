@@ -155,7 +155,10 @@ class Lab:
 
     def here(self, *words: str, resume: str | None = None) -> Ran:
         """With the parts that the config puts into the controller's process in this one: no imports to wait for."""
-        line = self.words(words, resume)
+        return self.cli(self.words(words, resume))
+
+    def cli(self, line: list[str]) -> Ran:
+        """A whole command line."""
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(self.folder)
             patch.setattr(sys, "argv", ["headrace", *line])

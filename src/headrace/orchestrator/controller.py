@@ -392,6 +392,13 @@ class Controller:
         self._publishing.add_done_callback(self._notice)
         return waited
 
+    async def publish_anew(self) -> int:
+        """Make weights live that came to the learner from outside, under a version of their own."""
+        self.versions.advance()
+        await self._publish()
+        await self._published()
+        return self.versions.version
+
     async def _published(self) -> None:
         if self._publishing is not None:
             await asyncio.shield(self._publishing)

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from headrace.errors import CallTimeout, NoEngines, PartFailed, WorkerDied
 from headrace.orchestrator.routing import ROUTING
 from headrace.protocols import Proxy
+from headrace.rollout.engines.sequences import join_generations
 from headrace.signals import Signal
 from headrace.types import NO_VERSION, EngineStats, GenerateRequest, Generation
 
@@ -143,12 +144,15 @@ class Dispatcher:
 
     # ------------------------------------------------------------------------------------------------ generation
 
-    async def generate(self, request: GenerateRequest) -> Generation:
-        """One sample. Raises `WorkerDied` when the engine is lost, `CallTimeout` when the reply is, `NoEngines` when
-        nobody is left to ask."""
+    async def generate(
+        self, request: GenerateRequest, report: Callable[[Generation], None] | None = None
+    ) -> Generation:
+        """One sample; `report` gets its pieces as they are sampled. Raises `WorkerDied` when the engine is lost,
+        `CallTimeout` when the reply is, `NoEngines` when nobody is left to ask."""
         request_id = request.request_id
         slot = await self._admitted(request)
-        call = asyncio.create_task(slot.proxy.generate(request), name=request_id)
+        asked = slot.proxy.generate(request) if report is None else _reported(slot.proxy, request, report)
+        call = asyncio.create_task(asked, name=request_id)
         slot.calls[request_id] = call
         slot.groups[request_id] = request.group_id
         self._routing.started(request, slot)
@@ -205,7 +209,15 @@ class Dispatcher:
         self.oldest[group_id] = min(version, self.oldest.get(group_id, version))
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Generation]:
-        yield await self.generate(request)
+        pieces: asyncio.Queue[Generation | None] = asyncio.Queue()
+        whole = asyncio.create_task(self.generate(request, pieces.put_nowait))
+        whole.add_done_callback(lambda _: pieces.put_nowait(None))
+        try:
+            while (piece := await pieces.get()) is not None:
+                yield piece
+            whole.result()
+        finally:
+            whole.cancel()
 
     async def abort(self, request_id: str, keep_kv: bool = False) -> Generation | None:
         for slot in self.live():
@@ -258,6 +270,16 @@ class Dispatcher:
     async def _quietly(self, call: Awaitable[Any]) -> None:
         with contextlib.suppress(PartFailed):  # the engine is gone, and the request with it
             await with_deadline(call, self.generate_timeout_s, "abort")
+
+
+async def _reported(proxy: Proxy, request: GenerateRequest, report: Callable[[Generation], None]) -> Generation:
+    """The whole generation of a stream whose pieces are handed on."""
+    pieces = [request.prefix] if request.prefix is not None else []
+    async with contextlib.aclosing(proxy.stream(request)) as stream:  # type: ignore[type-var]
+        async for piece in stream:
+            pieces.append(piece)
+            report(piece)
+    return join_generations(pieces)
 
 
 _BACKGROUND: dict[int, Any] = {}

@@ -17,7 +17,8 @@ class TasksConfig(Config):
     """[tasks]: where prompts come from."""
 
     source: str = ""
-    """`sums`, `largest` (built in), `jsonl:PATH`, `hf:FOLDER`, `reasoning_gym:TASK`, or `pkg.module:object`."""
+    """`sums`, `largest` (built in), `jsonl:PATH`, `hf:FOLDER`, `reasoning_gym:TASK`, `pkg.module:object`, or
+    `clients` (with rollout.source = http): the clients know what to do."""
     prompt_column: str = "prompt"
     """Column that holds the prompt: a string, or a list of chat messages."""
     system: str = ""
@@ -117,6 +118,9 @@ class GroupConfig(Config):
 class RolloutConfig(Config):
     """[rollout]: tasks into scored groups."""
 
+    source: Literal["engine", "http"] = "engine"
+    """Who produces episodes. engine: prompts of [tasks] are answered here; http: clients of the API that [clients] describes,
+    which talk to the model and post scores."""
     function: str = ""
     """`pkg.module:fn`, an async function (Task, RolloutTools) -> Group, in place of generation."""
     max_in_flight: NonNegative = 0
@@ -127,6 +131,19 @@ class RolloutConfig(Config):
     """An engine call fails when no token arrived for so long."""
     sampling: SamplingConfig = SamplingConfig()
     engine: EngineConfig = EngineConfig()
+
+
+class ClientsConfig(Config):
+    """[clients]: the HTTP API of rollout.source = http. Its address and token are written to runs/NAME/clients.json."""
+
+    host: str = "127.0.0.1"
+    """Where it listens. Whoever reaches it needs the token; it speaks no TLS."""
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    """0 takes a free one."""
+    idle_s: Seconds = 300.0
+    """A session of which nothing is heard for so long ends, and its place is free again (group.retries times)."""
+    max_body_mb: Annotated[float, Meta(gt=0)] = 8.0
+    """Largest request body."""
 
 
 class EnvConfig(Config):

@@ -11,7 +11,17 @@ from headrace.rollout.config import TasksConfig
 from headrace.rollout.sources.rows import Rows, RowSource
 
 BUILT_IN = ("sums", "largest")
-KINDS = ("sums", "largest", "jsonl:PATH", "hf:FOLDER", "reasoning_gym:TASK", "pkg.module:object", "file.py:object")
+CLIENTS = "clients"
+KINDS = (
+    "sums",
+    "largest",
+    "jsonl:PATH",
+    "hf:FOLDER",
+    "reasoning_gym:TASK",
+    "pkg.module:object",
+    "file.py:object",
+    CLIENTS,
+)
 
 
 def open_source(config: TasksConfig, *, seed: int, folder: Path) -> TaskSource:
@@ -19,6 +29,10 @@ def open_source(config: TasksConfig, *, seed: int, folder: Path) -> TaskSource:
 
     Raises DataError (one line) for a source that cannot be read, and MissingExtra for an optional package.
     """
+    if config.source == CLIENTS:
+        from headrace.rollout.sources.trajectories import TrajectorySource
+
+        return TrajectorySource(CLIENTS, "task")
     rows = _open_rows(config, folder, heldout=False)
     if rows is None:
         from headrace.rollout.sources.objects import open_object

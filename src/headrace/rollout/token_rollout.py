@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import struct
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -271,10 +271,21 @@ class TokenRollout:
         return Episode(episode_id=episode_id, samples=(transcript.sample(episode_id),))
 
     async def _turn(
-        self, lease: Lease, index: int, turn: int, prompt: Array, prefix: Generation | None, restarts: int
+        self,
+        lease: Lease,
+        index: int,
+        turn: int,
+        prompt: Array,
+        prefix: Generation | None,
+        restarts: int,
+        *,
+        sampling: SamplingParams | None = None,
+        ask: Callable[[GenerateRequest], Awaitable[Generation]] | None = None,
     ) -> Generation:
-        """One generation through failures and interruptions, within one budget of tokens."""
-        sampling = replace(self.sampling, seed=member_seed(self.seed, lease.index, index, turn))
+        """One generation through failures and interruptions, within one budget of tokens. `sampling` and `ask` stand in
+        for the run's own and for `engine.generate`."""
+        ask = ask or self.engine.generate
+        sampling = sampling or replace(self.sampling, seed=member_seed(self.seed, lease.index, index, turn))
         attempt, failed = restarts, 0
         while True:
             request = GenerateRequest(
@@ -290,7 +301,7 @@ class TokenRollout:
             )
             attempt += 1
             try:
-                generation = await self.engine.generate(request)
+                generation = await ask(request)
             except RequestRefused as error:
                 self.refused += 1
                 raise RolloutDropped("refused", str(error)) from None

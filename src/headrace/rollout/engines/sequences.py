@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -123,6 +123,21 @@ def join_masks(masks: list[np.ndarray]) -> SamplingMask:
 
 def split_masks(mask: SamplingMask) -> list[np.ndarray]:
     return [mask.token_ids[a:b] for a, b in zip(mask.offsets[:-1], mask.offsets[1:], strict=True)]
+
+
+def join_generations(pieces: list[Generation]) -> Generation:
+    """What a stream yielded, one after another, as one; the last piece says how it ended."""
+    last = pieces[-1]
+    masks = [piece.sampling_mask for piece in pieces]
+    routes = [piece.expert_routing for piece in pieces]
+    return replace(
+        last,
+        token_ids=np.concatenate([piece.token_ids for piece in pieces]),
+        logprobs=np.concatenate([piece.logprobs for piece in pieces]),
+        policy_versions=np.concatenate([piece.policy_versions for piece in pieces]),
+        sampling_mask=join_masks([row for mask in masks for row in split_masks(mask)]) if all(masks) else None,  # type: ignore[arg-type]
+        expert_routing=np.concatenate(routes) if all(route is not None for route in routes) else None,  # type: ignore[arg-type]
+    )
 
 
 def truncates(request: GenerateRequest) -> bool:

@@ -49,7 +49,7 @@ class SingleTurn:
         if known is not None and known[0] is task:
             return known[1]
         text, is_chat = self._text(task)
-        ids = self._chat_ids(text) if is_chat else self._raw_ids(text)
+        ids = self._chat_ids(text) if is_chat else self.raw_ids(text)
         if not ids:
             raise DataError(f"task {task.task_id}: the prompt {text!r:.60} has no tokens")
         self._rendered[task.task_id] = (task, ids)
@@ -104,7 +104,7 @@ class SingleTurn:
     def _chat_ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _raw_ids(self, text: str) -> list[int]:
+    def raw_ids(self, text: str) -> list[int]:
         plain = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         if plain and plain[0] == self.tokenizer.bos_token_id:
             return plain

@@ -198,22 +198,27 @@ class SingleDevice:
         facts |= {"format": 1, "attempts": self._optimizer.attempts, "parameters": self._flat.values.numel()}
         (folder / checkpoint_folder.TRAINER).write_text(json.dumps(facts, indent=1))
 
-    async def load(self, folder: str) -> None:
-        """Go on from a folder that `save` wrote."""
+    async def load(self, folder: str, weights_only: bool = False) -> None:
+        """Go on from a folder that `save` wrote; or take no more than the weights, of any folder of this model."""
         from safetensors.torch import load_file
 
         await self.onload()
+        state = Path(folder) / checkpoint_folder.TRAINER
+        if weights_only:
+            self._trained.load(Path(folder), json.loads(state.read_text()) if state.is_file() else {})
+            self._flat.load()
+            return
         checkpoint_folder.verify_folder(folder)
-        facts = json.loads((Path(folder) / checkpoint_folder.TRAINER).read_text())
+        facts = json.loads(state.read_text())
         if facts["parameters"] != self._flat.values.numel():
             raise RunDirError(
                 f"{folder} holds {facts['parameters']} trained weights, this run has {self._flat.values.numel()}"
             )
         self._trained.load(Path(folder), facts)
         self._flat.load()
-        state = load_file(Path(folder) / checkpoint_folder.OPTIMIZER)
-        torch.set_rng_state(state.pop("torch_rng"))
-        self._optimizer.restore(state, facts["attempts"])
+        saved = load_file(Path(folder) / checkpoint_folder.OPTIMIZER)
+        torch.set_rng_state(saved.pop("torch_rng"))
+        self._optimizer.restore(saved, facts["attempts"])
 
     async def close(self) -> None:
         if self._offloaded is not None:
