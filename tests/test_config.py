@@ -188,7 +188,8 @@ def strategy(annotation: Any) -> st.SearchStrategy:
         case msgspec.inspect.BoolType():
             return st.booleans()
         case msgspec.inspect.IntType():
-            return st.integers(info.ge if info.ge is not None else -(2**62), 2**62)
+            low, high = info.ge if info.ge is not None else -(2**62), info.le if info.le is not None else 2**62
+            return st.integers(low, high)
         case msgspec.inspect.FloatType():
             low, high = info.gt if info.gt is not None else info.ge, info.le if info.le is not None else info.lt
             return st.floats(low, high, exclude_min=info.gt is not None, allow_nan=False, allow_infinity=False)
