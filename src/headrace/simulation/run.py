@@ -24,7 +24,7 @@ from headrace.orchestrator.runtimes.local import LocalRuntime
 from headrace.orchestrator.runtimes.simulated import run_simulated
 from headrace.orchestrator.turns import Turns
 from headrace.orchestrator.weight_sync import WeightSync
-from headrace.protocols import TaskSource
+from headrace.protocols import Store, TaskSource
 from headrace.rollout.config import GroupConfig
 from headrace.rollout.engines.scripted import ScriptedCosts
 from headrace.rollout.partial import PARTIAL_POLICIES
@@ -71,6 +71,7 @@ class Flow:
     commit_timeout_s: float = 5.0
     drain_timeout_s: float = 60.0
     source: TaskSource = field(default_factory=NumberedTasks)
+    store: Store = field(default_factory=MemoryStore)
     watcher: Watcher = field(default_factory=Watcher)
     for_s: float | None = None
     """Stop after so many simulated seconds."""
@@ -94,17 +95,18 @@ class Outcome:
 def simulate_flow(flow: Flow) -> Outcome:
     """Run it to its end on a virtual clock of its own."""
     started = time.perf_counter()
-    outcome = run_simulated(_run(flow))
+    outcome = run_simulated(run_flow(flow))
     outcome.wall_s = time.perf_counter() - started
     return outcome
 
 
-async def _run(flow: Flow) -> Outcome:
+async def run_flow(flow: Flow) -> Outcome:
+    """Run it to its end on the clock of the loop that this is awaited in."""
     loop = asyncio.get_running_loop()
     runtime = LocalRuntime(flow.watcher.event)
     buffer = LeaseBuffer(
         flow.source,
-        MemoryStore(),
+        flow.store,
         Ledger(),
         VersionLine(),
         flow.capacity,
