@@ -276,7 +276,7 @@ def available() -> dict[str, tuple[str, ...]]:
         "buffer.store": stores,
         "weights.channel": channels,
         "training.backend": ("single_device",),
-        "training.lora.kind": ("off", "merged"),
+        "training.lora.kind": ("off", "adapter", "merged"),
     }
 
 

@@ -12,6 +12,7 @@ from headrace.exchange.channels.in_process import InProcessChannel
 from headrace.rollout.engines.models import named_weights, weights_digest
 from headrace.rollout.engines.scripted import ScriptedCosts, build_scripted
 from headrace.types import NO_VERSION
+from rollout.engines.adapter_models import merged, publish_adapter, random_adapter
 from rollout.engines.engine_models import (
     VOCAB,
     ask,
@@ -35,6 +36,7 @@ REAL = {
     "native-fixed": dict(kind="native", inline=True, deterministic=True),
     "native-recompute": dict(kind="native", inline=True, kv_on_swap="recompute"),
     "native-generic": dict(kind="native", inline=True, folder="gemma"),
+    "native-adapter": dict(kind="native", inline=True, adapter=True),
     "hf-inline": dict(kind="hf", inline=True),
     "hf-thread": dict(kind="hf", inline=False),
 }
@@ -55,10 +57,18 @@ class Bench:
             self.engine = build_scripted(context(self.events), costs)
         else:
             options = {**REAL[name], "folder": folder_of(self.family)}
+            self.adapter = random_adapter(self.model, 3) if options.pop("adapter", False) else {}
             self.engine = build_engine(channel=self.channel, events=self.events, **options)
+            self.model = merged(self.model, self.adapter)
 
     def publish(self, version: int):
+        if self.name == "native-adapter":
+            return publish_adapter(self.channel, self.adapter, version)
         return publish(self.channel, self.model, version)
+
+    def named(self):
+        """What `publish` sends."""
+        return self.adapter.items() if self.name == "native-adapter" else named_weights(self.model)
 
     async def live(self, version: int) -> None:
         await self.engine.commit(self.publish(version))
@@ -391,7 +401,7 @@ async def test_after_waking_and_a_sync_the_weights_are_the_trainers(bench):
     other = build_model(bench.family, seed=13)
     await bench.live(1)
     first = await bench.engine.fingerprint()
-    assert first == weights_digest(named_weights(bench.model))
+    assert first == weights_digest(bench.named())
     await bench.engine.sleep(2)
     await bench.engine.wake()
     with pytest.raises(PartFailed, match="without weights"):

@@ -33,6 +33,9 @@ Reporter = Callable[[Generation], None]
 class Core(ABC):
     """The life of requests and weights. `weights` is whatever the engine's forward pass reads, swapped as one reference."""
 
+    adapts = False
+    """Whether it takes an adapter alone."""
+
     def __init__(
         self,
         context: WorkerContext,
@@ -155,7 +158,7 @@ class Core(ABC):
                 sequence.reported = sequence.count
 
     def draw(self, sequences: list[Sequence], logits: Any, routes: Any = None) -> None:
-        """[R, V] logits into one more token of each of R sequences, stamped with the live version.
+        """[R, V] logits into one more token of each of R sequences, stamped with the version that made it.
 
         routes: [R, layers, top_k] experts of the rows that gave the logits, for models that have them
         """
@@ -172,7 +175,8 @@ class Core(ABC):
                 )
                 continue
             chosen = routes[row] if routes is not None else None
-            sequence.append(drawn.token, drawn.logprob, self.version, drawn.kept, chosen)
+            version = sequence.under[0] if sequence.under is not None else self.version
+            sequence.append(drawn.token, drawn.logprob, version, drawn.kept, chosen)
             self.generated_tokens += 1
             if check_finish(sequence, self.facts.tokenizer):
                 self.finish(sequence)
@@ -207,8 +211,10 @@ class Core(ABC):
 
     def wanted(self, ticket: WeightTicket) -> bool:
         """Whether a prepare of this ticket has work to do. Raises StaleTicket on a step back."""
-        if ticket.scope == "adapter":  # for "changed", the channel's end gives all tensors
-            raise PartFailed(f"this engine loads tickets of scope full or changed, found {ticket.scope!r}")
+        if ticket.scope == "adapter" and not self.adapts:
+            raise PartFailed(
+                "this engine runs no adapters beside a base; use the native one, or training.lora.kind = merged"
+            )
         newest = max(self.version, self.staged[0] if self.staged else NO_VERSION)
         if ticket.version < newest:
             raise StaleTicket(f"version {ticket.version} is older than version {newest}, which is here already")
@@ -224,7 +230,8 @@ class Core(ABC):
         spare, self.spare = self.spare, None
         tensors = self.channel.read(ticket)
         try:
-            weights = self.build(tensors, spare)
+            # At scope "changed" the channel's end gives all tensors.
+            weights = self.adapt(tensors) if ticket.scope == "adapter" else self.build(tensors, spare)
         finally:
             # No view may be left when the publisher is told that it may overwrite the bytes.
             del tensors
@@ -343,13 +350,17 @@ class Core(ABC):
     def build(self, tensors: Any, spare: Any) -> Any:
         """Named tensors into weights, in `spare`'s memory where it can."""
 
+    def adapt(self, tensors: Any) -> Any:
+        """An adapter's tensors into weights: the base that the engine was built on, and it. Asked only of one that `adapts`."""
+        raise NotImplementedError
+
     def longest(self) -> int:
         """Most tokens of prompt and completion together."""
         return self.facts.context_length
 
     def release(self, sequence: Sequence) -> None:
         """Its keys and values are not needed any more."""
-        sequence.blocks, sequence.kv_length, sequence.kv_pure = [], 0, True
+        sequence.blocks, sequence.kv_length, sequence.kv_pure, sequence.under = [], 0, True, None
 
     def save(self, sequence: Sequence) -> str | None:
         """Keep its keys and values under a handle, if the engine can and has them."""

@@ -54,6 +54,8 @@ class Sequence:
     """All its keys and values were made by the live weights."""
     saved: str | None = None
     """Handle of its keys and values while it waits for room."""
+    under: tuple[int, Any] | None = None
+    """Version and weights that it finishes on; None: the live ones."""
 
     @property
     def request_id(self) -> str:

@@ -48,6 +48,8 @@ class Pass:
     one_by_one: bool = False
     routes: np.ndarray | None = None
     """[R, layers, top_k] experts of the rows whose logits are wanted, once a model that has them was run."""
+    older: list[tuple[int, int, Any]] = field(default_factory=list)
+    """Rows [start, stop) that run under an older adapter, the last of the pass, and that adapter."""
     _biases: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def decode_bias(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:

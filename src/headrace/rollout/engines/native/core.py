@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from headrace.protocols import WorkerContext
+from headrace.protocols import RunningPolicy, WorkerContext
 from headrace.rollout.config import EngineConfig
 from headrace.rollout.engines.core import Core
 from headrace.rollout.engines.models import ModelFacts
+from headrace.rollout.engines.native.adapters import AdaptedWeights, base_of, newest_first, older_rows, read_adapter
 from headrace.rollout.engines.native.attention import KeyValues, Pass
 from headrace.rollout.engines.native.batches import FIXED_PREFILL, Batcher, Piece
 from headrace.rollout.engines.native.blocks import NO_MATCH, BlockTable, Match
 from headrace.rollout.engines.native.saves import Saved, Saves
 from headrace.rollout.engines.sampling import Draw, Drawn
 from headrace.rollout.engines.sequences import Sequence
+from headrace.types import NO_VERSION
 
 _DEFAULT_KV_TOKENS = 32_768
 
@@ -34,6 +37,8 @@ class End:
 class NativeCore(Core):
     """Continuous batching: each pass takes one token of every sequence that decodes and a piece of those that catch up."""
 
+    adapts = True
+
     def __init__(
         self,
         context: WorkerContext,
@@ -44,9 +49,13 @@ class NativeCore(Core):
         kv_on_swap: str,
         engine: EngineConfig,
         dtype: str,
+        load: Callable[[], Any],
     ) -> None:
+        """load: the weights that it was built on, anew"""
         super().__init__(context, facts, weights, channel, kv_on_swap, engine.max_running)
-        self._builder = builder
+        self._builder, self._load = builder, load
+        self.finish_on_swap = kv_on_swap == "finish"
+        self.max_adapters = engine.max_adapters
         self.has_experts = bool(getattr(weights, "routers", None))
         self.block_size = engine.block_size
         tokens = engine.kv_tokens or min(engine.max_running * facts.context_length, _DEFAULT_KV_TOKENS)
@@ -64,8 +73,19 @@ class NativeCore(Core):
         return min(self.facts.context_length, self.table.total * self.block_size)
 
     def build(self, tensors: Any, spare: Any) -> Any:
+        # Adapters share the base's memory: it is nobody's to write to.
+        shared = isinstance(spare, AdaptedWeights) or isinstance(self.weights, AdaptedWeights)
         with torch.inference_mode():
-            return self._builder(tensors, spare)
+            return self._builder(tensors, None if shared else spare)
+
+    @torch.inference_mode()
+    def adapt(self, tensors: Any) -> AdaptedWeights:
+        live = self.weights
+        if isinstance(live, AdaptedWeights):
+            base = live.base
+        else:
+            base = base_of(live if live is not None and self.version == NO_VERSION else self._load())
+        return AdaptedWeights(base, read_adapter(tensors, base))
 
     def named(self) -> Any:
         return self.weights.named()
@@ -109,6 +129,7 @@ class NativeCore(Core):
 
     def _run_pass(self, pieces: list[Piece], decoding: list[Sequence]) -> None:
         """One forward pass; every sequence whose last token was in it draws its next one."""
+        decoding = sorted(decoding, key=newest_first)
         for sequence, _ in pieces:
             sequence.started = True
         if not self.fixed:
@@ -117,6 +138,7 @@ class NativeCore(Core):
             batch = self.batcher.fixed_piece(*pieces[0])
         else:
             batch = self.batcher.fixed_decode(decoding, self.max_running)
+        batch.older = older_rows(decoding, batch.decode_start)
         logits, routes = self.weights.forward(batch, self.store), batch.routes
         drawing = []
         for sequence, count in pieces:
@@ -156,6 +178,7 @@ class NativeCore(Core):
             if held_back and self.table.room < -(-len(sequence.ids) // self.block_size):
                 break
             saved = self._saved(sequence)
+            sequence.under = sequence.under if saved else None
             match = NO_MATCH if saved else self.table.match(known, leave_one=len(known) == len(sequence.ids))
             if not saved and self._worth_waiting(known, match.length(self.block_size)):
                 continue
@@ -219,8 +242,9 @@ class NativeCore(Core):
 
     def _preempt(self, sequence: Sequence) -> None:
         handle = self.save(sequence) if self.save_preempted else None
+        under = sequence.under if handle else None
         self.requeue(sequence)
-        sequence.saved = handle
+        sequence.saved, sequence.under = handle, under
 
     def _computed(self, sequence: Sequence, batch: Pass, logits: torch.Tensor | None, row: int) -> None:
         """A piece of it is there, and maybe what comes next: siblings and later requests may share both."""
@@ -271,6 +295,24 @@ class NativeCore(Core):
             self.store.write(layer, slots, keys, values)
         sequence.kv_length = len(saved.ids)
         sequence.kv_pure, sequence.started = saved.pure and saved.version == self.version, True
+
+    def swap(self, version: int, running: RunningPolicy) -> None:
+        before = (self.version, self.weights)
+        super().swap(version, running)
+        if self.finish_on_swap and running == "go_on" and self.version != before[0]:
+            self._finish_on(before)
+
+    def _finish_on(self, before: tuple[int, Any]) -> None:
+        """What has keys and values stays with the adapter that made them, unless that is too old by now."""
+        having = [*self.running, *(one for one in self.waiting if one.saved is not None)]
+        if isinstance(before[1], AdaptedWeights):
+            for sequence in having:
+                sequence.under = sequence.under or before
+        versions = sorted({one.under[0] for one in having if one.under is not None})
+        oldest = versions[: max(0, len(versions) - self.max_adapters + 1)]
+        for sequence in having:
+            if sequence.under is not None and sequence.under[0] in oldest:
+                sequence.under = None
 
     def weights_changed(self, recompute: bool) -> None:
         for sequence in list(self.running):

@@ -39,8 +39,9 @@ def build_native(
     if threads:
         torch.set_num_threads(threads)
     facts = read_facts(model_folder, engine.context_length)
-    weights, builder = _weights(model_folder, dtype, facts.context_length, pack=not engine.deterministic)
-    core = NativeCore(context, facts, weights, builder, channel, kv_on_swap, engine, dtype)
+    read = partial(_weights, model_folder, dtype, facts.context_length, pack=not engine.deterministic)
+    weights, builder = read()
+    core = NativeCore(context, facts, weights, builder, channel, kv_on_swap, engine, dtype, lambda: read()[0])
     return NativeEngine(core, inline=inline, threads=threads)
 
 
