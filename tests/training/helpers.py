@@ -61,6 +61,18 @@ def save_tiny(folder: Path, family: str = "llama", seed: int = 0, **changes) -> 
     return str(folder)
 
 
+def attach_random(model, config, seed: int = 0):
+    """Adapters that do something: their second factor is random, not zero."""
+    from headrace.training.lora import adapted_layers, attach
+
+    handle = attach(model, config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, layer in adapted_layers(model):
+            layer.lora_B["default"].weight.normal_(std=0.2, generator=generator)
+    return handle
+
+
 def sample_of(
     prompt,
     completion,

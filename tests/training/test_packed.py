@@ -7,9 +7,9 @@ import torch
 from headrace.errors import ModelError
 from headrace.training import packed
 from headrace.training.batching import make_batches
-from headrace.training.config import TrainingConfig
+from headrace.training.config import LoraConfig, TrainingConfig
 from headrace.training.policy import Policy, load_model
-from training.helpers import padded_logprobs, random_group, samples_in, save_tiny
+from training.helpers import attach_random, padded_logprobs, random_group, samples_in, save_tiny
 
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3"]
 
@@ -21,7 +21,10 @@ def flat_grads(model):
 def compare(folder, groups, config, **options):
     """(largest log-probability difference, relative L2 difference of the gradient of a random weighting)."""
     torch.set_num_threads(1)
-    policy = Policy(load_model(folder, "float32"), logits_chunk=16, **options)
+    model = load_model(folder, "float32")
+    if config.lora.kind != "off":
+        attach_random(model, config.lora)
+    policy = Policy(model, logits_chunk=16, **options)
     rng = np.random.default_rng(1)
     credit = [rng.normal(size=g.size) for g in groups]
     (micros,) = make_batches(groups, credit, config, max_length=8)
@@ -49,6 +52,16 @@ def test_packed_equals_padded(tmp_path, family):
     rng = np.random.default_rng(0)
     groups = [random_group(rng, f"g{i}", prompt=4 + 3 * i, longest=9, multi_turn=i == 1) for i in range(3)]
     worst, gradient = compare(save_tiny(tmp_path, family), groups, TrainingConfig())
+    assert worst < 3e-5 and gradient < 1e-5
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma2"])
+def test_packed_equals_padded_with_adapters(tmp_path, family, checkpointing):
+    rng = np.random.default_rng(0)
+    groups = [random_group(rng, f"g{i}", prompt=4 + 3 * i, longest=9, multi_turn=i == 1) for i in range(3)]
+    config = TrainingConfig(lora=LoraConfig(kind="adapter", rank=3))
+    worst, gradient = compare(save_tiny(tmp_path, family), groups, config, gradient_checkpointing=checkpointing)
     assert worst < 3e-5 and gradient < 1e-5
 
 
