@@ -239,7 +239,7 @@ class StepLossInputs:
 
     logprobs, entropies: [M] under the current policy, with gradient; values: [M] in the units of the value head
     behavior_logprobs, advantages, targets: [M]; old_values: [M] before the first update, when values are clipped
-    weights: [M] 0 for a row that is no step, else 1
+    weights: [M] 0 for a row that is no step, else 1; count: valid rows of the whole minibatch that these are a part of
     """
 
     logprobs: Tensor
@@ -250,27 +250,30 @@ class StepLossInputs:
     targets: Tensor
     old_values: Tensor | None
     weights: Tensor
+    count: Tensor
 
 
 def step_loss(inputs: StepLossInputs, config: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """Policy, value and entropy terms as means over the valid rows, and scalars that tell how the update went.
+    """This part's share of the means over the minibatch's valid rows, and scalars that tell how the update went: they add up
+    over parts, but for the largest ratio.
 
     ppo and appo: -min(r A, clip(r) A); impala: -A log p, where A holds the importance weight already.
     Schulman et al. 2017, arXiv:1707.06347; Espeholt et al. 2018, arXiv:1802.01561.
     """
-    weights = inputs.weights
-    count = weights.sum().clamp(min=1.0)
-    # What a row that is no step holds must not matter, not even when it is not finite.
-    log_ratios = torch.where(weights > 0, inputs.logprobs - inputs.behavior_logprobs, 0.0)
+    weights, count = inputs.weights, inputs.count.clamp(min=1.0)
+    # What a row that is no step holds must not matter, not even when it is not finite: 0 * inf would.
+    valid = weights > 0
+    logprobs, advantages = (torch.where(valid, array, 0.0) for array in (inputs.logprobs, inputs.advantages))
+    log_ratios = torch.where(valid, logprobs - inputs.behavior_logprobs, 0.0)
     ratios = log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     if config.kind == "impala":
-        policy = -inputs.advantages * inputs.logprobs
+        policy = -advantages * logprobs
         outside = torch.zeros_like(weights)
     else:
         bounded = ratios.clamp(1 - config.clip, 1 + config.clip)
-        policy = -torch.minimum(ratios * inputs.advantages, bounded * inputs.advantages)
+        policy = -torch.minimum(ratios * advantages, bounded * advantages)
         outside = (ratios.detach() != bounded.detach()).float()
-    policy_loss = torch.where(weights > 0, policy, 0.0).sum() / count
+    policy_loss = policy.sum() / count
     value_loss = (value_errors(inputs.values, inputs.targets, inputs.old_values, config.value_clip) * weights).sum()
     value_loss = value_loss / count
     entropy = (inputs.entropies * weights).sum() / count

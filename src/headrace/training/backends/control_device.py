@@ -25,6 +25,9 @@ from headrace.training.losses import StepLossInputs, step_loss
 from headrace.training.optimizer import FlatAdamW, FlatParameters
 from headrace.types import Array, Metrics, Stat, StepBatch
 
+CHUNK_ROWS = 4096
+"""In one forward and backward pass."""
+
 
 def build_control_device(
     context: WorkerContext,
@@ -87,11 +90,10 @@ class ControlDevice(PolicyDevice):
 
     def _update_once(self, batch: StepBatch, rows: Rows) -> Updates:
         """One step on the whole batch: its forward pass serves the values that credit is made of, too."""
-        outputs, values = self._network.evaluate(rows.observations)
-        logprobs, entropies = self._distribution.logprobs_and_entropy(outputs, rows.actions)
-        rows.fill(self._credit(batch, rows, values.detach(), logprobs.detach()))
-        loss, metrics = step_loss(self._inputs(rows, slice(None), logprobs, entropies, values), self._algorithm)
-        loss.backward()
+        made = [self._forward(rows, chunk) for chunk in rows.chunks(slice(None))]
+        logprobs, values = (torch.cat([part[i].detach() for part in made]) for i in (0, 2))
+        rows.fill(self._credit(batch, rows, values, logprobs))
+        metrics = self._gradient(rows, slice(None), made)
         return Updates([metrics], self._step())
 
     def _epochs(self, rows: Rows) -> Updates:
@@ -110,34 +112,57 @@ class ControlDevice(PolicyDevice):
                     found.metrics[name] = found.metrics[name] + stat if name in found.metrics else stat
         return found
 
-    def _gradient(self, rows: Rows, part: Tensor | slice) -> dict[str, Tensor]:
+    def _forward(self, rows: Rows, part: Tensor | slice) -> tuple[Tensor, Tensor, Tensor]:
+        """[M] log-probabilities, entropies and values of rows, or of the rows of whole sequences with a memory."""
         if self._network.recurrent:
             outputs, values, _ = self._network.unroll(*rows.sequences(part))  # type: ignore[operator]
-            outputs, values = outputs.flatten(0, 1), values.flatten()
-            part = rows.rows_of(part)
+            outputs, values, part = outputs.flatten(0, 1), values.flatten(), rows.rows_of(part)
         else:
             outputs, values = self._network.evaluate({n: leaf[part] for n, leaf in rows.observations.items()})
-        logprobs, entropies = self._distribution.logprobs_and_entropy(outputs, rows.actions[part])
-        loss, metrics = step_loss(self._inputs(rows, part, logprobs, entropies, values), self._algorithm)
-        loss.backward()
-        return metrics
+        return *self._distribution.logprobs_and_entropy(outputs, rows.actions[part]), values
+
+    def _gradient(
+        self, rows: Rows, part: Tensor | slice, made: Sequence[tuple[Tensor, Tensor, Tensor]] | None = None
+    ) -> dict[str, Tensor]:
+        """Add the gradient of one minibatch, chunk by chunk: what a chunk keeps for its backward pass fits the caches."""
+        if self._network.recurrent:
+            made, part = [self._forward(rows, part)], rows.rows_of(part)
+            chunks: Sequence[Tensor | slice] = [part]
+        else:
+            chunks = rows.chunks(part)
+        weights = rows.weights[part]
+        shift, scale = torch.zeros(()), torch.ones(())
+        if self._algorithm.normalise_advantages:
+            shift, scale = spread(rows.advantages[part], weights)
+        count, total = weights.sum(), None
+        for index, chunk in enumerate(chunks):
+            forward = made[index] if made is not None else self._forward(rows, chunk)
+            inputs = self._inputs(rows, chunk, forward, (rows.advantages[chunk] - shift) / scale, count)
+            loss, metrics = step_loss(inputs, self._algorithm)
+            loss.backward()
+            total = metrics if total is None else _joined(total, metrics)
+        assert total is not None
+        return total
 
     def _inputs(
-        self, rows: Rows, part: Tensor | slice, logprobs: Tensor, entropies: Tensor, values: Tensor
+        self,
+        rows: Rows,
+        part: Tensor | slice,
+        forward: tuple[Tensor, Tensor, Tensor],
+        advantages: Tensor,
+        count: Tensor,
     ) -> StepLossInputs:
-        advantages, weights = rows.advantages[part], rows.weights[part]
-        if self._algorithm.normalise_advantages:
-            advantages = normalised(advantages, weights)
         mean, std = self._network.value_mean, self._network.value_std
         return StepLossInputs(
-            logprobs=logprobs,
-            entropies=entropies,
-            values=values,
+            logprobs=forward[0],
+            entropies=forward[1],
+            values=forward[2],
             behavior_logprobs=rows.behavior_logprobs[part],
             advantages=advantages,
             targets=(rows.targets[part] - mean) / std,
             old_values=(rows.values[part] - mean) / std if self._algorithm.value_clip else None,
-            weights=weights,
+            weights=rows.weights[part],
+            count=count,
         )
 
     def _step(self) -> Metrics:
@@ -308,6 +333,12 @@ class Rows:
         size = self.count if whole_sequences else self.steps * self.count
         return torch.randperm(size, generator=generator, device=generator.device).tensor_split(parts)
 
+    def chunks(self, part: Tensor | slice) -> Sequence[Tensor | slice]:
+        """Rows in pieces of at most `CHUNK_ROWS`."""
+        if isinstance(part, Tensor):
+            return part.split(CHUNK_ROWS)
+        return [slice(first, first + CHUNK_ROWS) for first in range(0, self.steps * self.count, CHUNK_ROWS)]
+
     def sequences(self, part: Tensor | slice) -> tuple[dict[str, Tensor], Tensor, dict[str, Tensor]]:
         """Leaves [T, B', ...], resets [T, B'], states [B', ...] of some of the environments."""
         leaves = {name: leaf[:-1][:, part] for name, leaf in self.leaves.items()}
@@ -328,9 +359,17 @@ class Rows:
         return {"value/explained_variance": Stat(1 - float((targets - values).var()) / spread if spread else 0.0)}
 
 
-def normalised(values: Tensor, weights: Tensor) -> Tensor:
-    """[M] to mean 0 and deviation 1 over the rows of weight 1; unchanged with fewer than two or no spread."""
+def spread(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and deviation of [M] over the rows of weight 1; 0 and 1 with fewer than two or no spread."""
     count = weights.sum()
     mean = (values * weights).sum() / count.clamp(min=1.0)
-    variance = ((values - mean).square() * weights).sum() / (count - 1).clamp(min=1.0)
-    return torch.where((count > 1) & (variance > 0), (values - mean) / (variance.sqrt() + 1e-8), values)
+    deviation = (((values - mean).square() * weights).sum() / (count - 1).clamp(min=1.0)).sqrt()
+    known = (count > 1) & (deviation > 0)
+    return torch.where(known, mean, 0.0), torch.where(known, deviation + 1e-8, 1.0)
+
+
+def _joined(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        name: torch.maximum(value, other[name]) if name.endswith("max") else value + other[name]
+        for name, value in one.items()
+    }
