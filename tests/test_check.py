@@ -185,3 +185,10 @@ def test_end_tokens_are_the_tokenizers_the_models_and_the_configs(tmp_path):
 def test_plausible_answer_is_the_tasks_own():
     assert plausible_answer(Task(task_id="a", source="s", payload={"prompt": "", "answer": "7"})) == " 7"
     assert plausible_answer(Task(task_id="a", source="s", payload={"prompt": ""})) == " 42"
+
+
+def test_control_shows_its_environment_and_policy(capsys):
+    assert check(load_config("cartpole", ["training.groups=2"])) == 0
+    out = capsys.readouterr().out
+    assert "2 trajectories of 64 x 32 steps make a batch of 4,096 steps" in out
+    assert "shows obs: vector [4] float32" in out and "takes discrete [] of 2 choices" in out

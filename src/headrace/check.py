@@ -53,10 +53,14 @@ def check(config: RunConfig, *, out: Callable[[str], None] = print) -> int:
         f"{config.name}: {config.placement}, runtime {config.runtime}, buffer {config.buffer.depth}, channel {config.weights.channel}"
     )
     _section(out, "Batches")
-    for line in batch_arithmetic(config):
-        out(f"  {line}")
+    if config.env.id:
+        _check_environment(config, out)
+    else:
+        for line in batch_arithmetic(config):
+            out(f"  {line}")
     _check_machine(config, found)
-    _check_model(config, found, out)
+    if not config.env.id:
+        _check_model(config, found, out)
     _section(out, "Verdict")
     for warning in found.warnings:
         out(f"  warning: {warning}")
@@ -69,6 +73,32 @@ def check(config: RunConfig, *, out: Callable[[str], None] = print) -> int:
 def _section(out: Callable[[str], None], title: str) -> None:
     out("")
     out(title)
+
+
+def _check_environment(config: RunConfig, out: Callable[[str], None]) -> None:
+    """The sizes of a batch, what an environment shows and takes, and the policy for it."""
+    from headrace.policies.distributions import distribution_of
+    from headrace.policies.networks import build_network
+    from headrace.rollout.environments.gymnasium_vector import VectorEnvironment
+
+    env, training = config.env, config.training
+    rows = training.groups * env.count * env.steps
+    updates = training.epochs * training.minibatches
+    out(f"  {count(training.groups, 'trajectory')} of {env.count} x {env.steps} steps make a batch of {rows:,} steps")
+    out(f"  {count(updates, 'update')} a batch, {training.steps * rows:,} steps in all")
+    made = VectorEnvironment(env)
+    made.close()
+    _section(out, "Environment")
+    for leaf in made.spaces.leaves:
+        out(f"  shows {leaf.name}: {leaf.kind} {list(leaf.shape)} {leaf.dtype}")
+    action = made.spaces.action
+    choices = (
+        f"of {', '.join(map(str, action.sizes))} choices" if action.sizes else f"between {action.low} and {action.high}"
+    )
+    out(f"  takes {action.kind} {list(action.shape)} {choices}; resets: {made.mode}")
+    distribution = distribution_of(action, config.policy.squash)
+    network = build_network(made.spaces, config.policy, distribution.size, config.seed)
+    out(f"  policy and value: {sum(p.numel() for p in network.parameters()):,} weights")
 
 
 def _check_machine(config: RunConfig, found: Findings) -> None:

@@ -137,8 +137,9 @@ def _copies(channel: str, engines: int) -> int:
 
 
 def count(number: int, word: str) -> str:
-    """`1 batch`, `2 batches`."""
+    """`1 batch`, `2 batches`, `2 trajectories`."""
     plural = f"{word}es" if word.endswith(("s", "ch", "x")) else f"{word}s"
+    plural = f"{word[:-1]}ies" if word.endswith("ory") else plural
     return f"{number:,} {word if number == 1 else plural}"
 
 

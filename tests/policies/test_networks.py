@@ -8,7 +8,7 @@ from torch import nn
 
 from headrace.errors import ConfigError
 from headrace.policies.config import PolicyConfig
-from headrace.policies.networks import Normaliser, build_network
+from headrace.policies.networks import Normaliser, Tanh, build_network
 from headrace.policies.spaces import ActionSpec, Leaf, Spaces
 
 VECTOR = Leaf("obs", "vector", (3,), "float32")
@@ -104,3 +104,13 @@ def test_actions_with_bounds_have_a_deviation_of_their_own():
     network = build_network(Spaces((VECTOR,), box), PolicyConfig(log_std=-0.5), 4, seed=0)
     outputs, _ = network.evaluate({"obs": torch.ones(3, 3)})
     assert outputs[:, 2:].tolist() == [[-0.5, -0.5]] * 3
+
+
+def test_our_tanh_is_tanh():
+    values = torch.linspace(-20, 20, 4001, requires_grad=True)
+    ours, theirs = Tanh()(values), torch.tanh(values)
+    torch.testing.assert_close(ours, theirs, atol=3e-7, rtol=1e-6)
+    torch.testing.assert_close(Tanh()(values.detach()), ours.detach())
+    (found,) = torch.autograd.grad(ours.sum(), values)
+    (expected,) = torch.autograd.grad(theirs.sum(), values)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)

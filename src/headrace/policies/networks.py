@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -15,7 +17,36 @@ from headrace.imports import import_object
 from headrace.policies.config import PolicyConfig
 from headrace.policies.spaces import Leaf, Spaces
 
-ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}
+
+class _HostTanh(torch.autograd.Function):
+    """tanh by numpy, whose vector loop is several times quicker than torch's on a CPU; the gradient is torch's own."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        made = torch.empty_like(values)
+        np.tanh(values.detach().numpy(), out=made.numpy())
+        ctx.save_for_backward(made)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (made,) = ctx.saved_tensors
+        return torch.ops.aten.tanh_backward(gradient, made)
+
+
+class Tanh(nn.Module):
+    """nn.Tanh, without waiting for it."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        if values.device.type != "cpu" or values.dtype != torch.float32:
+            return torch.tanh(values)
+        if values.requires_grad:
+            return _HostTanh.apply(values)
+        np.tanh(values.numpy(), out=(made := torch.empty_like(values)).numpy())
+        return made
+
+
+ACTIVATIONS = {"tanh": Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}
 OBSERVATION_BOUND = 10.0
 """Normalised observations are clipped to this many deviations."""
 
