@@ -130,7 +130,10 @@ def main() -> None:
             words = ["--one", name, "--batches", str(args.batches), "--threads", str(args.threads), *args.extra]
             done = subprocess.run([sys.executable, __file__, *words], capture_output=True, text=True, check=True)
             found.append(json.loads(done.stdout.splitlines()[-1]))
-            print(f"{name:9} {found[-1]['wall']:10,.0f} steps/s   {found[-1]['cpu']:10,.0f} steps/processor second", flush=True)
+            print(
+                f"{name:9} {found[-1]['wall']:10,.0f} steps/s   {found[-1]['cpu']:10,.0f} steps/processor second",
+                flush=True,
+            )
     for clock in ("wall", "cpu"):
         middle = {name: statistics.median(f[clock] for f in found) for name, found in results.items()}
         print(f"{clock}: headrace / by hand = {middle['headrace'] / middle['by_hand']:.2f}")

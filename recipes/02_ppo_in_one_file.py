@@ -110,7 +110,9 @@ def credit(rewards, values, following, terminated, truncated, valid) -> dict[str
 # -------------------------------------------------------------------------------------------------------- 3. update
 
 
-def update(policy: nn.Module, value: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]) -> None:
+def update(
+    policy: nn.Module, value: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]
+) -> None:
     """Clipped updates on shuffled minibatches (Schulman et al. 2017)."""
     batch = {name: array[batch["valid"]] for name, array in batch.items()}
     for _ in range(ARGS.epochs):
@@ -141,7 +143,9 @@ def main() -> None:
         last = collector.finished[-100:]
         seconds = time.perf_counter() - started
         speed = batch * ARGS.steps * ARGS.count / seconds
-        print(f"batch {batch:3d}  return {np.mean(last or [0]):6.1f}  {speed:,.0f} steps/s  {seconds:.1f} s", flush=True)
+        print(
+            f"batch {batch:3d}  return {np.mean(last or [0]):6.1f}  {speed:,.0f} steps/s  {seconds:.1f} s", flush=True
+        )
         if len(last) == 100 and np.mean(last) >= ARGS.target:
             break
 

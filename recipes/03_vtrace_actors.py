@@ -40,7 +40,9 @@ class Network(nn.Module):
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.policy = nn.Sequential(nn.Linear(inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, outputs))
+        self.policy = nn.Sequential(
+            nn.Linear(inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, outputs)
+        )
         self.value = nn.Sequential(nn.Linear(inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
 
     def forward(self, observations: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -59,7 +61,9 @@ def act(index: int, args: argparse.Namespace, shared: Network, version, trajecto
     own = Network(leaf.shape[0], action.sizes[0])
     shown, returns = environments.reset()["obs"].copy(), np.zeros(args.count, np.float32)
     while True:
-        own.load_state_dict(shared.state_dict())  # may be torn between two updates: the recipe accepts it, a channel does not
+        own.load_state_dict(
+            shared.state_dict()
+        )  # may be torn between two updates: the recipe accepts it, a channel does not
         rows = {name: [] for name in ("actions", "logprobs", "rewards", "terminated", "truncated", "valid")}
         seen, finished, made_by = [shown], [], version.value
         for _ in range(args.steps):
@@ -67,7 +71,14 @@ def act(index: int, args: argparse.Namespace, shared: Network, version, trajecto
                 chosen = torch.distributions.Categorical(logits=own.policy(torch.from_numpy(seen[-1])))
                 action = chosen.sample()
             step = environments.step(action.numpy())
-            now = (action.numpy(), chosen.log_prob(action).numpy(), step.rewards, step.terminated, step.truncated, step.valid)
+            now = (
+                action.numpy(),
+                chosen.log_prob(action).numpy(),
+                step.rewards,
+                step.terminated,
+                step.truncated,
+                step.valid,
+            )
             for name, value in zip(rows, now, strict=True):
                 rows[name].append(np.array(value))
             seen.append(step.observations["obs"].copy())
@@ -76,7 +87,9 @@ def act(index: int, args: argparse.Namespace, shared: Network, version, trajecto
             finished += returns[done].tolist()
             returns[done] = 0
         shown = seen[-1]
-        trajectories.put(({"observations": np.stack(seen)} | {n: np.stack(v) for n, v in rows.items()}, finished, made_by))
+        trajectories.put(
+            ({"observations": np.stack(seen)} | {n: np.stack(v) for n, v in rows.items()}, finished, made_by)
+        )
 
 
 # ------------------------------------------------------------------------------------------------------ 2. V-trace
@@ -131,7 +144,10 @@ def main() -> None:
     network = Network(probe.spaces.leaves[0].shape[0], probe.spaces.action.sizes[0]).share_memory()
     optimizer = torch.optim.AdamW(network.parameters(), lr=args.lr, betas=(0.9, 0.99), weight_decay=0.0)
     context = multiprocessing.get_context("spawn")
-    version, trajectories = context.Value("q", 0), context.Queue(maxsize=2 * args.actors)  # a full queue holds actors back
+    version, trajectories = (
+        context.Value("q", 0),
+        context.Queue(maxsize=2 * args.actors),
+    )  # a full queue holds actors back
     actors = [
         context.Process(target=act, args=(index, args, network, version, trajectories), daemon=True)
         for index in range(args.actors)
