@@ -6,14 +6,18 @@ import asyncio
 
 import pytest
 
-from exchange.units import buffer, group
+from exchange.units import buffer, unit_for
 from headrace.errors import BufferClosed, ConservationError
 from headrace.exchange.ledger import RECYCLED, TRAINED
 from headrace.exchange.stores import AVAILABLE, open_store
+from headrace.exchange.stores.replay import ReplayStore
 
 
-@pytest.fixture(params=AVAILABLE)
+@pytest.fixture(params=[*AVAILABLE, "replay"])
 def store(request, tmp_path):
+    if request.param == "replay":
+        yield ReplayStore(1000)
+        return
     made = open_store(request.param, 0, str(tmp_path / "store"))
     yield made
     made.close()
@@ -48,7 +52,7 @@ async def test_admit_waits_for_room_and_then_picks_the_task(store):
 async def test_room_comes_back_when_the_weights_are_live_and_not_before(store):
     made = buffer(batch=1, ahead=0, store=store)
     lease = await made.admit()
-    made.put(lease, group("a"))
+    made.put(lease, unit_for(store, "a"))
     waiting = await blocked(made.admit())
     [(taken, _)] = await made.take(1, 0)
     made.mark_trained([taken])
@@ -62,11 +66,11 @@ async def test_room_comes_back_when_the_weights_are_live_and_not_before(store):
 async def test_put_never_waits_and_is_false_on_a_settled_lease(store):
     made = buffer(store=store)
     lease = await made.admit()
-    assert made.put(lease, group("a")) is True
-    assert made.put(lease, group("a")) is False, "a second unit of one lease"
+    assert made.put(lease, unit_for(store, "a")) is True
+    assert made.put(lease, unit_for(store, "a")) is False, "a second unit of one lease"
     late = await made.admit()
     assert made.settle(late, "timeout") is True
-    assert made.put(late, group("b")) is False
+    assert made.put(late, unit_for(store, "b")) is False
     assert made.store.scan() == [lease.lease_id], "nothing of a settled lease stays behind"
 
 
@@ -74,7 +78,7 @@ async def test_the_first_settle_wins(store):
     drops = []
     made = buffer(store=store, on_drop=lambda lease, reason, unit: drops.append((reason, unit and unit.unit_id)))
     lease = await made.admit()
-    made.put(lease, group("a"))
+    made.put(lease, unit_for(store, "a"))
     assert made.settle(lease, "stale") is True
     assert made.settle(lease, "timeout") is False
     assert lease.outcome == "stale" and drops == [("stale", "a")]
@@ -85,9 +89,9 @@ async def test_take_waits_for_enough_and_sorts_by_lease_index(store):
     made = buffer(batch=3, store=store)
     leases = [await made.admit() for _ in range(4)]
     for number in (3, 1):
-        made.put(leases[number], group(str(number)))
+        made.put(leases[number], unit_for(store, str(number)))
     waiting = await blocked(made.take(3, 0))
-    made.put(leases[0], group("0"))
+    made.put(leases[0], unit_for(store, "0"))
     taken = await waiting
     assert [lease.index for lease, _ in taken] == [0, 1, 3]
     assert [unit.unit_id for _, unit in taken] == ["0", "1", "3"], "each with its own unit"
@@ -96,7 +100,7 @@ async def test_take_waits_for_enough_and_sorts_by_lease_index(store):
 async def test_a_taken_lease_cannot_be_cancelled(store):
     made = buffer(batch=1, store=store)
     lease = await made.admit()
-    made.put(lease, group("a"))
+    made.put(lease, unit_for(store, "a"))
     await made.take(1, 0)
     with pytest.raises(ConservationError, match="0-0"):
         made.settle(lease, "timeout")
@@ -106,7 +110,7 @@ async def test_a_taken_lease_cannot_be_cancelled(store):
 async def test_a_batch_that_never_came_together_is_ready_again(store):
     made = buffer(batch=2, store=store)
     lease = await made.admit()
-    made.put(lease, group("a"))
+    made.put(lease, unit_for(store, "a"))
     [(taken, _)] = await made.take(1, 0)
     made.untake(taken)
     [(again, unit)] = await made.take(1, 0)
@@ -117,7 +121,7 @@ async def test_a_short_batch_only_at_the_end_and_then_none(store):
     made = buffer(batch=2, tasks=3, store=store)
     for _ in range(3):
         lease = await made.admit()
-        made.put(lease, group(str(lease.index)))
+        made.put(lease, unit_for(store, str(lease.index)))
     await trained(made, [lease for lease, _ in await made.take(2, 0)])
     ended = await blocked(made.admit())  # what is ready might still be recycled
     last = await made.take(2, 0)
@@ -131,7 +135,7 @@ async def test_a_short_batch_only_at_the_end_and_then_none(store):
 async def test_a_running_lease_keeps_take_waiting_at_the_end(store):
     made = buffer(batch=2, tasks=2, store=store)
     first, second = await made.admit(), await made.admit()
-    made.put(first, group("a"))
+    made.put(first, unit_for(store, "a"))
     ended = asyncio.ensure_future(made.admit())
     waiting = await blocked(made.take(2, 0))
     made.settle(second, "timeout")
@@ -146,7 +150,7 @@ async def test_close_wakes_every_waiter_and_gives_the_pool_back(store):
     first, second = await made.admit(), await made.admit()
     admitting = [await blocked(made.admit()) for _ in range(2)]
     taking = await blocked(made.take(2, 0))
-    made.put(first, group("a"))
+    made.put(first, unit_for(store, "a"))
     made.pool.append((second.task, None))
     made.close()
     for task in admitting:

@@ -73,7 +73,7 @@ def test_a_reset_row_is_never_drawn_nor_reached():
     store = ReplayStore(100)
     store.append("a", trajectory(steps=4, envs=1, ends=[(1, 0)], invalid=[(2, 0)]))
     found = everything(store, n_steps=4)
-    assert sorted(found) == [0.0, 1.0, 3.0] and len(store) == 3
+    assert sorted(found) == [0.0, 1.0, 3.0] and store.drawable == 3
     assert found[0.0] == ((0.5, 1.5, 0.0, 0.0), 2, True, 2.0)
 
 
@@ -97,7 +97,7 @@ def test_what_is_acknowledged_out_of_turn_is_not_drawn_and_its_place_is_used_aga
     for number in range(3):
         store.append(f"u{number}", trajectory(start=100.0 * number))
     store.acknowledge("u1")
-    assert {x // 100 for x in everything(store)} == {0.0, 2.0} and len(store) == 16
+    assert {x // 100 for x in everything(store)} == {0.0, 2.0} and store.drawable == 16
     store.append("u3", trajectory(start=300.0))
     assert store.scan() == ["u2", "u3"], "places are given back in the order in which they were taken"
 
@@ -106,10 +106,26 @@ def test_units_of_other_sizes_share_the_rings():
     store = ReplayStore(50)
     for number, (steps, envs) in enumerate([(10, 2), (1, 3), (2, 20), (7, 1), (1, 1), (4, 4)]):
         store.append(f"u{number}", trajectory(steps=steps, envs=envs, start=1000.0 * number))
-        assert len(store) <= 50
+        assert store.drawable <= 50
     assert store.scan() == ["u3", "u4", "u5"] or store.scan() == ["u2", "u3", "u4"]
     with pytest.raises(ConfigError, match="50 steps do not hold one unit of 6 x 10 steps"):
         store.append("big", trajectory(steps=6, envs=10))
+
+
+def test_as_a_store_it_replaces_counts_bytes_and_forgets():
+    store = ReplayStore(100)
+    store.append("a", trajectory(start=0.0))
+    small = store.bytes()
+    store.append("b", trajectory(start=100.0))
+    store.append("a", trajectory(start=200.0))
+    assert store.scan() == ["b", "a"] and store.read("a").observations["x"][0, 0, 0] == 200
+    assert store.bytes() == 2 * small > 0 and {x // 100 for x in everything(store)} == {1.0, 2.0}
+    store.acknowledge("b")
+    store.acknowledge("never stored")
+    with pytest.raises(KeyError):
+        store.read("b")
+    store.close()
+    assert store.bytes() == 0 and store.scan() == []
 
 
 # --------------------------------------------------------------------------------------------------------- priorities
@@ -276,7 +292,7 @@ async def test_conservation_under_random_schedules(seed):
             for lease in trained:
                 assert made.settle(lease, TRAINED)
             trained = []
-        elif action == "draw" and len(made.store):
+        elif action == "draw" and made.store.drawable:
             before = {key: made.store.uses(key) for key in made.store.scan()}
             drawn = made.draw(8, n_steps=3)
             made.reprioritise(drawn.serials, np.array([rng.random() for _ in range(8)]))

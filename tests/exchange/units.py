@@ -8,11 +8,13 @@ import numpy as np
 
 from headrace.exchange.buffer import LeaseBuffer
 from headrace.exchange.ledger import Ledger
+from headrace.exchange.replay import ReplayBuffer
 from headrace.exchange.staleness import Capacity, VersionLine
 from headrace.exchange.stores import open_store
+from headrace.exchange.stores.replay import ReplayStore
 from headrace.protocols import Store
 from headrace.simulation.parts import NumberedTasks
-from headrace.types import Episode, Group, SamplingParams, Score, Task, TokenSample
+from headrace.types import Episode, Group, SamplingParams, Score, Task, TokenSample, Trajectory
 
 
 def group(name: str, version: int = 0, tokens: int = 4, members: int = 1) -> Group:
@@ -39,6 +41,24 @@ def group(name: str, version: int = 0, tokens: int = 4, members: int = 1) -> Gro
     return Group(group_id=name, task=task, expected_size=members, episodes=episodes, scores=scores)
 
 
+def unit_for(store: Store, name: str, version: int = 0) -> Group | Trajectory:
+    """A unit of the kind that the store moves."""
+    if not isinstance(store, ReplayStore):
+        return group(name, version)
+    grid = np.zeros((3, 2), dtype=np.float32)
+    return Trajectory(
+        sample_id=name,
+        observations={"obs": np.zeros((4, 2, 1), dtype=np.float32)},
+        actions=grid,
+        rewards=grid,
+        terminated=grid.astype(bool),
+        truncated=grid.astype(bool),
+        valid=np.ones_like(grid, dtype=bool),
+        behavior_logprobs=grid,
+        policy_versions=np.full(grid.shape, version),
+    )
+
+
 def buffer(
     *,
     batch: int = 2,
@@ -49,7 +69,8 @@ def buffer(
     max_in_flight: int = 0,
     **more: Any,
 ) -> LeaseBuffer:
-    return LeaseBuffer(
+    kind = ReplayBuffer if isinstance(store, ReplayStore) else LeaseBuffer
+    return kind(
         NumberedTasks(tasks),
         store or open_store("memory", 0, ""),
         Ledger(),

@@ -66,7 +66,7 @@ class ReplayBuffer(LeaseBuffer):
     def metrics(self) -> Metrics:
         """What is resident, and, since the last call, how old what was drawn was and how often what went had been used."""
         found: Metrics = {
-            "replay/resident_steps": Stat(float(len(self.store))),
+            "replay/resident_steps": Stat(float(self.store.drawable)),
             "replay/resident_units": Stat(float(len(self.store.scan()))),
             "replay/evicted_units": Stat(float(self.store.evicted)),
         }

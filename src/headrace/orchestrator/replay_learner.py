@@ -27,7 +27,7 @@ class ReplayLearner(ControlLearner):
     async def learn(self, units: Sequence[Trajectory]) -> Metrics:
         config, buffer = self.config, self.buffer
         parts = []
-        if len(buffer.store) >= max(1, config.learning_starts):
+        if buffer.store.drawable >= max(1, config.learning_starts):
             self.owed += config.updates_per_step * sum(unit.size for unit in units)
             importance = self._importance()
             while self.owed >= 1:

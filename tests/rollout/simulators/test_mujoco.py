@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.errors import ConfigError
 from headrace.rollout.environments.simulators import make_simulator
 from headrace.rollout.environments.simulators.mujoco_rollout import MUJOCO, HalfCheetah
 
@@ -124,3 +125,25 @@ def test_stepping_counts_the_time_limit_itself():
         assert step.truncated.tolist() == [t == 3] * 2 and not step.terminated.any()
         assert torch.equal(step.observations, step.final_observations) == (t != 3)
     simulator.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("physics, package", [("mjx", "mujoco.mjx"), ("warp", "mujoco_warp")])
+@pytest.mark.parametrize("name", list(MUJOCO))
+def test_other_physics_stay_near_for_a_few_steps(name, physics, package):
+    """Single precision and another solver: near, not equal. Run where the package is installed."""
+    pytest.importorskip(package)
+    ours = make_simulator(name, 2, seeds=3, dtype=torch.float64, threads=1)
+    theirs = make_simulator(name, 2, seeds=3, dtype=torch.float64, threads=1, physics=physics)
+    np.testing.assert_array_equal(ours.reset(), theirs.reset())
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        actions = random_actions(ours, rng)
+        expected, step = ours.step(actions), theirs.step(actions)
+        np.testing.assert_allclose(step.final_observations, expected.final_observations, atol=0.2)
+        np.testing.assert_allclose(step.rewards, expected.rewards, atol=0.2)
+
+
+def test_other_physics_are_named_when_they_are_not_there():
+    with pytest.raises(ConfigError, match="found 'bullet'; use rollout, mjx or warp"):
+        make_simulator("Ant-v4", 1, physics="bullet")

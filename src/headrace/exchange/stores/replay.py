@@ -47,7 +47,7 @@ class Resident:
 class ReplayStore:
     """A `Store` of trajectories that refuses none: it evicts the oldest.
 
-    capacity: steps kept, all environments counted
+    capacity: steps kept, all environments counted; drawable: steps held that can be drawn
     exponent: 0 draws uniformly; above, a step is drawn in proportion to |error| ** exponent, a new one like the largest so
     far. Schaul et al. 2016, arXiv:1511.05952
     on_evict(resident): told while its bytes are still there
@@ -63,7 +63,7 @@ class ReplayStore:
         self._order: deque[Resident] = deque()
         """Oldest first; those acknowledged out of turn stay in it, as their place is free only once it is the oldest."""
         self._residents: dict[str, Resident] = {}
-        self._drawable = self._next = self._next_row = self._row_capacity = 0
+        self.drawable = self._next = self._next_row = self._row_capacity = 0
         self._facts: dict[str, Array] = {}
         self._rows: dict[str, Array] = {}
         self._serials = np.full(capacity, -1, dtype=np.int64)
@@ -124,7 +124,7 @@ class ReplayStore:
             return
         slots = self._slots(resident)
         resident.gone = True
-        self._drawable -= int(np.count_nonzero(self._tree[slots]))
+        self.drawable -= int(np.count_nonzero(self._tree[slots]))
         self._tree[slots] = 0.0
         self.evicted += 1
         while self._order and self._order[0].gone:
@@ -153,10 +153,6 @@ class ReplayStore:
     def __contains__(self, key: str) -> bool:
         return key in self._residents
 
-    def __len__(self) -> int:
-        """Steps that can be drawn."""
-        return self._drawable
-
     def uses(self, key: str) -> int:
         """How often steps of a resident unit were drawn."""
         return int(self._uses[self._slots(self._residents[key])].sum())
@@ -175,7 +171,7 @@ class ReplayStore:
 
         importance: beta of the weights (N P(i)) ** -beta, divided by the largest of the draw
         """
-        if not self._drawable:
+        if not self.drawable:
             raise ValueError("nothing to draw from: the replay holds no valid step")
         points = (np.arange(size) + self._rng.random(size)) * (self._tree.total / size)
         slots = self._tree.find(points)
@@ -183,7 +179,7 @@ class ReplayStore:
         path, steps = self._follow(slots, n_steps)
         last = path[np.arange(size), steps - 1]
         counted = np.arange(n_steps) < steps[:, None]
-        weights = (self._drawable * self._tree[slots] / self._tree.total) ** -importance
+        weights = (self.drawable * self._tree[slots] / self._tree.total) ** -importance
         return Transitions(
             observations=self._observations(self._own_row[slots]),
             actions=self._facts["actions"][slots],
@@ -248,7 +244,7 @@ class ReplayStore:
         self._stride[slots], self._uses[slots] = envs, 0
         self._left[grid] = np.arange(steps, 0, -1)[:, None]
         self._tree[slots] = np.where(unit.valid.reshape(-1), self._largest_error**self.exponent, 0.0)
-        self._drawable += int(np.count_nonzero(unit.valid))
+        self.drawable += int(np.count_nonzero(unit.valid))
 
     def _observations(self, rows: Array) -> dict[str, Array]:
         return {name: ring[rows] for name, ring in self._rows.items()}

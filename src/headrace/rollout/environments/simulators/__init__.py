@@ -20,6 +20,11 @@ def make_simulator(name: str, count: int, **options: Any) -> Simulator:
     from headrace.rollout.environments.simulators.classic import CLASSIC
     from headrace.rollout.environments.simulators.mujoco_rollout import MUJOCO
 
+    place, _, rest = name.partition("/")
+    if place == "gymnax":
+        from headrace.rollout.environments.simulators.gymnax_envs import GymnaxEnvironments
+
+        return GymnaxEnvironments(rest, count, **options)  # type: ignore[return-value]
     known: dict[str, Any] = {**CLASSIC, **MUJOCO}
     if name in known:
         return known[name](count, **options)

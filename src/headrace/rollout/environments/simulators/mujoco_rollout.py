@@ -31,7 +31,7 @@ class MujocoSimulator(Simulator):
     model_file = ""
     frame_skip = 5
 
-    def __init__(self, count: int, *, threads: int = 0, **options: Any) -> None:
+    def __init__(self, count: int, *, threads: int = 0, physics: str = "rollout", **options: Any) -> None:
         try:
             import mujoco
             import mujoco.rollout
@@ -59,6 +59,7 @@ class MujocoSimulator(Simulator):
         self._sensors = torch.zeros(count, self.frame_skip, model.nsensordata, **double)
         self._arrays = [part.numpy() for part in (self.now, self.warm_start, self.controls, self.path, self._sensors)]
         self.draws = self.nq + self.nv
+        self._batched = _batched_physics(physics, model, count, self.frame_skip)
 
     @property
     def positions(self) -> Tensor:
@@ -72,6 +73,16 @@ class MujocoSimulator(Simulator):
 
     def move(self, actions: Tensor) -> Tensor:
         """`frame_skip` physics steps; [N] the mean speed along the first position."""
+        before = self.now[:, 1].clone()
+        if self._batched is None:
+            self._roll_out(actions)
+        else:
+            positions, velocities = self._batched.move(self.positions, self.velocities, actions)
+            self.positions.copy_(positions)
+            self.velocities.copy_(velocities)
+        return (self.now[:, 1] - before) / self.seconds
+
+    def _roll_out(self, actions: Tensor) -> None:
         self.controls.copy_(actions[:, None])
         now, warm_start, controls, path, sensors = self._arrays
         self._pool.rollout(
@@ -80,9 +91,7 @@ class MujocoSimulator(Simulator):
         )  # fmt: skip
         last, before = self.path[:, -1, 1 + self.nq :], self.path[:, -2, 1 + self.nq :]
         torch.sub(last, before, out=self.warm_start).div_(self.model.opt.timestep)
-        speed = (self.path[:, -1, 1] - self.now[:, 1]) / self.seconds
         self.now.copy_(self.path[:, -1])
-        return speed
 
     def start(self, where: Tensor, uniforms: Tensor) -> None:
         """Positions off the model's own by up to 0.1 either way, velocities by a normal of deviation 0.1."""
@@ -140,6 +149,22 @@ class Ant(MujocoSimulator):
 
 
 MUJOCO: dict[str, type[MujocoSimulator]] = {kind.name: kind for kind in (HalfCheetah, Ant)}
+
+
+def _batched_physics(kind: str, model: Any, count: int, frame_skip: int) -> Any:
+    """None for MuJoCo's own threads."""
+    match kind:
+        case "rollout":
+            return None
+        case "mjx":
+            from headrace.rollout.environments.simulators.mujoco_batched import MjxPhysics
+
+            return MjxPhysics(model, count, frame_skip)
+        case "warp":
+            from headrace.rollout.environments.simulators.mujoco_batched import WarpPhysics
+
+            return WarpPhysics(model, count, frame_skip)
+    raise ConfigError("env.options.physics", f"found {kind!r}; use rollout, mjx or warp")
 
 
 def _assets() -> Path:
