@@ -237,3 +237,13 @@ def test_as_a_vector_environment_it_shows_final_observations():
     assert (np.abs(observations) <= 0.05).all() and (np.abs(info["final_obs"][:, 1]) > 0.5).all()
     assert environments.reset(seed=3)[0].shape == (3, 4)
     environments.close()
+
+
+def test_stepped_copies_serve_as_a_vector_environment_too():
+    environments = make_vector(2, "MountainCar-v0", time_limit=0)
+    stepped = make_vector(2, "InvertedPendulum-v5", threads=1)
+    for made in (environments, stepped):
+        first, _ = made.reset(seed=[3, 4])
+        assert first.dtype == np.float32 and (made.reset(seed=[3, 4])[0] == first).all()
+        assert (made.reset()[0] != first).any()
+        made.close()

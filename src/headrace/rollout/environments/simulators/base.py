@@ -94,6 +94,8 @@ class Simulator:
     # ------------------------------------------------------------------------------------------------------- the rest
 
     def seed(self, seeds: int | Tensor) -> None:
+        """From the next reset on, episodes are those that follow from these seeds."""
+        self.episodes.zero_()
         if isinstance(seeds, int):
             own = torch.arange(self.count, dtype=torch.int64, device=self.device)
             seeds = scramble(torch.full_like(own, seeds), own)

@@ -30,7 +30,6 @@ class SimulatorVectorEnv(gymnasium.vector.VectorEnv):
     def reset(self, *, seed: int | list[int] | None = None, options: Any = None) -> tuple[Array, dict[str, Any]]:
         if seed is not None:
             self.simulator.seed(seed if isinstance(seed, int) else torch.tensor(seed))
-            self.simulator.episodes.zero_()
         return self.simulator.reset().numpy(force=True), {}
 
     def step(self, actions: Array) -> tuple[Array, Array, Array, Array, dict[str, Any]]:
