@@ -47,20 +47,26 @@ class CartPole(ClassicSimulator):
     def initial(self, uniforms: Tensor) -> Tensor:
         return uniforms * 0.1 - 0.05
 
+    def __init__(self, count: int, **options: Any) -> None:
+        super().__init__(count, **options)
+        self.rewards = torch.ones(count, dtype=self.dtype, device=self.device)
+
     def advance(self, actions: Tensor) -> tuple[Tensor, Tensor]:
-        x, x_dot, angle, angle_dot = self.state
+        # Few and fused operations: for a thousand environments each costs about as much as the numbers it works on.
+        _, x_dot, angle, angle_dot = self.state
         cos, sin = angle.cos(), angle.sin()
-        force = (actions.to(self.dtype) * 2 - 1) * self.force
-        push = (force + self.pole_moment * angle_dot.square() * sin) / self.total_mass
-        inertia = self.half_length * (4.0 / 3.0 - self.mass_pole * cos.square() / self.total_mass)
-        angle_acc = (self.gravity * sin - cos * push) / inertia
-        x_acc = push - self.pole_moment * angle_acc * cos / self.total_mass
-        x.add_(x_dot, alpha=self.seconds)
+        push = actions.to(self.dtype).mul_(2 * self.force).sub_(self.force)
+        push.add_(angle_dot.square().mul_(sin), alpha=self.pole_moment).div_(self.total_mass)
+        share = self.mass_pole / self.total_mass
+        inertia = cos.square().mul_(-self.half_length * share).add_(self.half_length * 4.0 / 3.0)
+        angle_acc = torch.addcmul(sin.mul_(self.gravity), cos, push, value=-1.0).div_(inertia)
+        x_acc = push.addcmul_(angle_acc, cos, value=-self.pole_moment / self.total_mass)
+        places = self.state[0::2]
+        places.add_(self.state[1::2], alpha=self.seconds)
         x_dot.add_(x_acc, alpha=self.seconds)
-        angle.add_(angle_dot, alpha=self.seconds)
         angle_dot.add_(angle_acc, alpha=self.seconds)
-        terminated = (x.abs() > self.largest_x) | (angle.abs() > self.largest_angle)
-        return torch.ones_like(x), terminated
+        sizes = places.abs()
+        return self.rewards, (sizes[0] > self.largest_x) | (sizes[1] > self.largest_angle)
 
 
 class Pendulum(ClassicSimulator):
