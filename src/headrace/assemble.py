@@ -292,12 +292,13 @@ class Assembly:
             oversample=config.rollout.oversample,
             max_in_flight=config.rollout.max_in_flight,
         )
-        kind: type[LeaseBuffer] = LeaseBuffer
+        kind: Callable[..., LeaseBuffer] = LeaseBuffer
         if config.env.id and config.algorithm.kind in ("dqn", "sac"):
-            from headrace.exchange.replay import ReplayBuffer as kind
+            from headrace.exchange.replay import ReplayBuffer
             from headrace.exchange.stores.replay import ReplayStore
 
             replay = config.replay
+            kind = partial(ReplayBuffer, save=replay.save)
             store: Store = ReplayStore(replay.capacity, exponent=replay.priority, seed=config.seed)
         else:
             store = open_store(

@@ -17,7 +17,12 @@ def run(tmp_path, capfd):
     made.words = lambda words, resume: ["run", *(["--resume", f"runs/{resume}"] if resume else []), *words]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield lambda preset, name, *words: made.here(preset, "--name", name, "--display", "lines", *words)
+
+    def start(preset, name, *words, resume=None):
+        line = ("--display", "lines", *words)
+        return made.here(*line, resume=resume) if resume else made.here(preset, "--name", name, *line)
+
+    yield start
     torch.set_num_threads(threads)
 
 
@@ -36,6 +41,21 @@ def test_a_seeded_run_repeats_and_its_units_are_accounted_for(run):
     assert rows[0]["replay/updates"] == 0 and rows[-1]["replay/updates"] > 0
     assert rows[-1]["replay/resident_units"] == 4 and rows[-1]["replay/evicted_units"] == 4
     assert rows[-1]["replay/lag"] > 0 and rows[-1]["lag/max"] == 0
+
+
+def test_a_resumed_run_has_its_replay_and_its_counts(run):
+    words = (*SHORT, "replay.capacity=1100")
+    first = run("dqn", "r", *words, "training.steps=6")
+    assert first.code == 0 and first.counts["trained"] == 6, first.err
+    resumed = run("dqn", "r", "training.steps=8", resume="r")
+    assert resumed.code == 0, resumed.err
+    assert resumed.counts == {"submitted": 8, "trained": 8, "dropped": {}, "in_flight": 0}
+    row = next(row for row in resumed.steps if row["step"] == 7)
+    assert row["replay/resident_units"] == 4 and row["replay/updates"] > 0, "it needs no second start"
+    emptied = run("dqn", "e", *words, "training.steps=6", "replay.save=false")
+    assert emptied.code == 0
+    again = run("dqn", "e", "training.steps=7", resume="e")
+    assert again.steps[-1]["replay/resident_units"] == 1 and again.counts["trained"] == 7
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,22 @@ class LeaseBuffer:
         """Leases that take up room."""
         return len(self.ledger.in_flight)
 
+    def kept(self) -> list[Lease]:
+        """Trained leases whose units a checkpoint holds all the same."""
+        return []
+
+    def keep(self, lease: Lease, unit: Unit) -> None:
+        """Such a lease and its unit, from a checkpoint: here it is only counted."""
+        self.mark_restored(lease, unit)
+        self.settle(lease, TRAINED)
+
+    def mark_restored(self, lease: Lease, unit: Unit) -> None:
+        """Walk a lease that was trained in an earlier incarnation to where it was."""
+        self.put(lease, unit)
+        del self.ready[lease.lease_id]
+        self.ledger.move(lease, "taken")
+        self.ledger.move(lease, "trained")
+
     async def admit(self) -> Lease:
         """Wait for room, then pick the task. Raises `BufferClosed` once nothing more can be admitted."""
         while True:

@@ -45,6 +45,8 @@ class ReplayConfig(Config):
     """Exponent of the error that a step is drawn by; 0 draws uniformly."""
     importance: Annotated[float, Meta(ge=0, le=1)] = 0.4
     """Exponent of the weights that make up for that, at the start; it rises to 1 over the run."""
+    save: bool = True
+    """Checkpoints hold what is kept (a file a trajectory); without it a resumed run begins with an empty replay."""
 
 
 class StalenessConfig(Config):

@@ -108,9 +108,10 @@ class Ledger:
                 missing + unknown + twice,
             )
 
-    def state(self) -> dict[str, object]:
-        """Counts to restore from. A trained lease counts as trained: the first publish of a restored run makes it live."""
-        return {"trained": self.trained + self.count("trained"), "dropped": dict(self.dropped)}
+    def state(self, kept: int = 0) -> dict[str, object]:
+        """Counts to restore from. A trained lease counts as trained: the first publish of a restored run makes it live; but
+        for `kept` of them, which are restored with their units."""
+        return {"trained": self.trained + self.count("trained") - kept, "dropped": dict(self.dropped)}
 
     def restore(self, state: dict[str, object]) -> None:
         """Counts of an earlier incarnation; leases still in flight there are admitted anew by the buffer, so they are

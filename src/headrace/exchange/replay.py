@@ -29,8 +29,10 @@ class ReplayBuffer(LeaseBuffer):
 
     store: ReplayStore
 
-    def __init__(self, source: Any, store: ReplayStore, *parts: Any, **more: Any) -> None:
+    def __init__(self, source: Any, store: ReplayStore, *parts: Any, save: bool = True, **more: Any) -> None:
+        """save: checkpoints hold the residents; priorities and use counts begin anew."""
         super().__init__(source, store, *parts, **more)
+        self.save = save
         self.resident: dict[str, Lease] = {}
         """Trained and live, kept for further draws; oldest first."""
         self._drawn_lags: deque[Array] = deque(maxlen=1000)
@@ -52,6 +54,9 @@ class ReplayBuffer(LeaseBuffer):
             return True
         self.resident.pop(name, None)
         return super().settle(lease, outcome, remainder)
+
+    def kept(self) -> list[Lease]:
+        return list(self.resident.values()) if self.save else []
 
     def draw(self, size: int, n_steps: int = 1, importance: float = 0.0) -> Transitions:
         """See `ReplayStore.draw`; the draw's lag is counted."""

@@ -153,7 +153,9 @@ class Checkpoints:
 
 
 def capture(buffer: LeaseBuffer, step: int) -> tuple[dict[str, Any], list[Unit]]:
-    """What to write of the flow, and the ready units in the order of `flow["ready"]`."""
+    """What to write of the flow, and the units in the order of `flow["ready"]`, then `flow["kept"]`."""
+    kept = buffer.kept()
+    ledger = buffer.ledger.state(kept=len(kept))
     running = [lease for lease in buffer.ledger.in_flight.values() if lease.state == "admitted"]
     ready = list(buffer.ready.values())
     waiting = [(index, task) for index, task, _ in buffer.restored]
@@ -164,13 +166,14 @@ def capture(buffer: LeaseBuffer, step: int) -> tuple[dict[str, Any], list[Unit]]
         "incarnation": buffer.incarnation,
         "next_index": buffer.next_index,
         "source": buffer.source.state(),
-        "ledger": buffer.ledger.state(),
+        "ledger": ledger,
         "running": [_lease(lease.index, lease.task) for lease in running] + [_lease(i, task) for i, task in waiting],
         "ready": [_lease(lease.index, lease.task) for lease in ready],
+        "kept": [_lease(lease.index, lease.task) for lease in kept],
         # What a recycled task had sampled stays behind: those tokens belong to weights that no engine runs any more.
         "pool": [encode(task).hex() for task, _ in buffer.pool],
     }
-    return flow, [buffer.store.read(lease.lease_id) for lease in ready]
+    return flow, [buffer.store.read(lease.lease_id) for lease in (*ready, *kept)]
 
 
 def restore(restored: Restored, buffer: LeaseBuffer, versions: VersionLine, highest_version: int) -> None:
@@ -185,8 +188,10 @@ def restore(restored: Restored, buffer: LeaseBuffer, versions: VersionLine, high
     buffer.ledger.restore(flow["ledger"])
     buffer.pool.extend((decode_task(bytes.fromhex(task)), None) for task in flow["pool"])
     stored, kept = _stored_units(buffer), buffer.store.scan()
-    for number, entry in enumerate(flow["ready"]):
-        unit = decode_unit((restored.folder / "units" / f"{number}.unit").read_bytes())
+    units = [_unit(restored.folder, number) for number in range(len(flow["ready"]) + len(flow.get("kept", ())))]
+    for entry, unit in zip(flow.get("kept", ()), units[len(flow["ready"]) :], strict=True):  # older than what is ready
+        buffer.keep(_new_lease(buffer, int(entry["index"]), _task(entry)), unit)
+    for entry, unit in zip(flow["ready"], units, strict=False):
         _adopt(buffer, int(entry["index"]), _task(entry), unit)
     for entry in sorted(flow["running"], key=_index):
         _go_on(buffer, int(entry["index"]), _task(entry), stored)
@@ -205,10 +210,18 @@ def _stored_units(buffer: LeaseBuffer) -> dict[int, str]:
     return {index: key for index, (_, key) in sorted(found.items())}
 
 
-def _adopt(buffer: LeaseBuffer, index: int, task: Task, unit: Unit) -> None:
+def _unit(folder: Path, number: int) -> Unit:
+    return decode_unit((folder / "units" / f"{number}.unit").read_bytes())
+
+
+def _new_lease(buffer: LeaseBuffer, index: int, task: Task) -> Lease:
     lease = Lease(lease_id=f"{buffer.incarnation}-{index}", index=index, task=task)
     buffer.ledger.admit(lease)
-    buffer.put(lease, unit)
+    return lease
+
+
+def _adopt(buffer: LeaseBuffer, index: int, task: Task, unit: Unit) -> None:
+    buffer.put(_new_lease(buffer, index, task), unit)
 
 
 def _go_on(buffer: LeaseBuffer, index: int, task: Task, stored: dict[int, str]) -> None:
