@@ -33,7 +33,7 @@ IDLE_AT_LEAST = 0.6  # [survey]
 SPEEDUP = (2.0, 2.8)  # [reports]
 TAIL = {"median_tokens": 3000.0, "sigma": 1.0, "max_tokens": 16000}  # [own] a heavy tail
 DEPTHS = (1, 2, 4, 8)
-STEPS = 24
+STEPS = 16
 
 
 def cluster(rate: float, **workload: Any) -> ClusterConfig:
