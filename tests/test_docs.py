@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from headrace.config import RunConfig, preset_names
+from headrace.config import RunConfig, library_names, preset_names
 from headrace.configbase import Config, field_types, is_config
 
 ROOT = Path(__file__).parent.parent
@@ -76,3 +76,9 @@ def test_the_metrics_page_names_every_metric_that_is_written():
     assert len(written) > 50
     prefixes = {name for name in written if any(other.startswith(f"{name}/") for other in named)}
     assert sorted(written - named - prefixes) == []
+
+
+def test_the_presets_page_names_every_library():
+    page = (ROOT / "docs" / "presets.md").read_text(encoding="utf-8").lower().replace("-", "_")
+    for name in library_names():
+        assert name.partition("_")[0] in page, name

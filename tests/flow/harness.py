@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from headrace.errors import TrainingFailed, WorkerDied
+from headrace.exchange.buffer import LeaseBuffer
+from headrace.exchange.codec import encode
 from headrace.exchange.staleness import Capacity
+from headrace.orchestrator.checkpoint import Restored, capture, restore
 from headrace.orchestrator.controller import Controller, FlowSettings
 from headrace.rollout.config import GroupConfig
 from headrace.rollout.engines.scripted import ScriptedCosts
@@ -55,6 +61,11 @@ class Plan:
     """Moments at which an engine dies."""
     hang_s: tuple[float, ...] = ()
     """Moments at which an engine stops answering anything."""
+    slow_share: float = 0.0
+    duplicates: float = 0.0
+    checkpoint_every: int = 0
+    crash_at: int = 0
+    """The trainer dies in its so manieth batch; 0: never."""
     stop_at_s: float | None = None
     max_dropped: int = 10_000
     restarts: int = 20
@@ -73,6 +84,7 @@ class RecordingLearner(TimedLearner):
             self._drops,
         )
         self.batches: list[list[Group]] = []
+        self.tried = 0
 
     def _drops(self, units: Sequence[Any]) -> list[bool]:
         return [self.rng.random() < self.plan.drop_share for _ in units]
@@ -82,6 +94,9 @@ class RecordingLearner(TimedLearner):
 
     async def train(self, units: Sequence[Any]) -> Metrics:
         metrics = await super().train(units)
+        self.tried += 1
+        if self.tried == self.plan.crash_at:
+            raise WorkerDied("the trainer's process is gone")
         self.batches.append(list(units))
         return metrics
 
@@ -108,9 +123,43 @@ def simulate(plan: Plan) -> Outcome:
     return Outcome(outcome.controller, watcher, learner, source, outcome.state, outcome.error, outcome.seconds)
 
 
+def simulate_crash(plan: Plan, folder: Path) -> tuple[Outcome, Outcome | None, dict[str, Any]]:
+    """The run up to its trainer's death, its continuation from the last checkpoint if there is one, and that checkpoint."""
+    saved: dict[str, Any] = {}
+
+    async def keep(controller: Controller) -> None:
+        saved["flow"], units = capture(controller.buffer, controller.step)
+        saved["units"] = [encode(unit) for unit in units]
+        saved["trained"] = controller.ledger.trained + controller.ledger.count("trained")
+
+    watcher, source, learner = Watcher(on_checkpoint=keep), NumberedTasks(plan.tasks), RecordingLearner(plan)
+    first = simulate_flow(flow_of(plan, watcher, source, learner))
+    before = Outcome(first.controller, watcher, learner, source, first.state, first.error, first.seconds)
+    if not isinstance(first.error, TrainingFailed) or not saved:
+        return before, None, saved
+    (folder / "units").mkdir(parents=True, exist_ok=True)
+    for number, unit in enumerate(saved["units"]):
+        (folder / "units" / f"{number}.unit").write_bytes(unit)
+    flow = json.loads(json.dumps(saved["flow"]))
+
+    def bring_back(buffer: LeaseBuffer) -> int:
+        restore(Restored(folder, int(flow["step"]), flow), buffer, buffer.versions, max(before.watcher.written))
+        saved["room"] = buffer.room()
+        return int(flow["step"])
+
+    plan = replace(plan, crash_at=0, kills_s=(), hang_s=(), stop_at_s=None)
+    watcher, source, learner = Watcher(), NumberedTasks(plan.tasks), RecordingLearner(plan)
+    second = simulate_flow(replace(flow_of(plan, watcher, source, learner), restore=bring_back))
+    after = Outcome(second.controller, watcher, learner, source, second.state, second.error, second.seconds)
+    return before, after, saved
+
+
 def flow_of(plan: Plan, watcher: Watcher, source: NumberedTasks, learner: RecordingLearner) -> Flow:
     return Flow(
+        slow_share=plan.slow_share,
+        duplicates=plan.duplicates,
         settings=FlowSettings(
+            checkpoint_every=plan.checkpoint_every,
             batch=plan.batch,
             steps=plan.steps,
             every_steps=plan.every_steps,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from harness import Plan, assert_laws, simulate
+from harness import Plan, assert_laws, simulate, simulate_crash
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
@@ -56,6 +59,8 @@ def plans(draw) -> Plan:
         ),
         drop_share=draw(st.sampled_from([0.0, 0.0, 0.3, 1.0])),
         score_fails=draw(st.sampled_from([0.0, 0.0, 0.3])),
+        slow_share=draw(st.sampled_from([0.0, 0.0, 0.5])),
+        duplicates=draw(st.sampled_from([0.0, 0.0, 0.3])),
         lose_replies=draw(st.sampled_from([0.0, 0.0, 0.05])),
         kills_s=draw(moments),
         hang_s=draw(moments),
@@ -90,3 +95,34 @@ def test_every_schedule_keeps_the_laws_and_ends(plan: Plan):
 @given(plans())
 def test_every_schedule_repeats(plan: Plan):
     assert simulate(plan).log == simulate(plan).log
+
+
+@settings(
+    max_examples=max(30, FLOW_EXAMPLES // 3),
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize="HEADRACE_FUZZ_EXAMPLES" not in os.environ,
+)
+@given(plans(), st.integers(1, 2), st.integers(1, 5))
+def test_a_run_whose_trainer_died_goes_on_from_its_checkpoint(plan: Plan, every: int, crash_at: int):
+    """Nothing is trained twice after the checkpoint, no version names two contents, and no capacity is lost."""
+    plan = replace(plan, checkpoint_every=every, crash_at=crash_at)
+    with TemporaryDirectory() as folder:
+        before, after, saved = simulate_crash(plan, Path(folder))
+    note(repr(before.error))
+    assert not before.controller.ledger.in_flight, "every lease of the broken run has an end"
+    if after is None:
+        return
+    note(repr(after.error))
+    assert after.error is None or isinstance(after.error, (Starved, NoEngines)), repr(after.error)
+    ledger, held = after.controller.ledger, len(saved["flow"]["running"]) + len(saved["flow"]["ready"])
+    assert ledger.submitted == ledger.trained + sum(ledger.dropped.values()) and not ledger.in_flight
+    if not after.error:
+        assert ledger.trained == saved["trained"] + sum(map(len, after.learner.batches))
+    assert not set(after.watcher.written) & set(before.watcher.written), "a number names one content"
+    if plan.ahead is not None and not plan.max_in_flight:
+        most = (1 + plan.ahead) * plan.batch + plan.oversample
+        assert saved["room"] <= most and (saved["room"] > 0 or held >= 1)
+    trained = [unit.group_id for batch in after.learner.batches for unit in batch]
+    assert len(set(trained)) == len(trained)
+    assert after.controller.dispatcher.outstanding() == 0

@@ -8,7 +8,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headrace.config import RunConfig, resolve
@@ -24,7 +24,7 @@ from headrace.orchestrator.runtimes.local import LocalRuntime
 from headrace.orchestrator.runtimes.simulated import run_simulated
 from headrace.orchestrator.turns import Turns
 from headrace.orchestrator.weight_sync import WeightSync
-from headrace.protocols import Store, TaskSource
+from headrace.protocols import Lease, Store, TaskSource
 from headrace.rollout.config import GroupConfig
 from headrace.rollout.engines.scripted import ScriptedCosts
 from headrace.rollout.partial import PARTIAL_POLICIES
@@ -41,7 +41,7 @@ from headrace.simulation.parts import (
     build_flaky,
     drops_zero_variance,
 )
-from headrace.types import SamplingParams
+from headrace.types import SamplingParams, Unit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +75,12 @@ class Flow:
     watcher: Watcher = field(default_factory=Watcher)
     for_s: float | None = None
     """Stop after so many simulated seconds."""
+    slow_share: float = 0.0
+    """Share of engines that take ten times as long."""
+    duplicates: float = 0.0
+    """Share of units that are handed in a second time."""
+    restore: Callable[[LeaseBuffer], int] = lambda buffer: 0
+    """Brings the buffer to a checkpoint's state and says its step."""
     faults: Callable[[asyncio.AbstractEventLoop, Controller, list[Any]], None] = lambda loop, controller, engines: None
     """Sets timers for what goes wrong; `engines` grows as replacements come."""
 
@@ -113,6 +119,7 @@ async def run_flow(flow: Flow) -> Outcome:
         max_version_lag=flow.max_version_lag,
         on_stale=flow.on_stale,
     )
+    step = flow.restore(buffer)
     dispatcher = Dispatcher(generate_timeout_s=flow.generate_timeout_s, rejoin_timeout_s=flow.rejoin_timeout_s)
     dispatcher.oldest = {} if flow.cancel_group else None
     environment, rng = OneTurn(), random.Random(f"faults {flow.seed}")
@@ -125,6 +132,7 @@ async def run_flow(flow: Flow) -> Outcome:
         partial=PARTIAL_POLICIES[flow.partial],
         open_time=dispatcher.open_time,
         seed=flow.seed,
+        incarnation=buffer.incarnation,
     )
 
     async def scored() -> None:
@@ -144,7 +152,14 @@ async def run_flow(flow: Flow) -> Outcome:
     async def spawn(name: str) -> EngineSlot:
         await asyncio.sleep(flow.restart_s if loop.time() else 0.0)
         own = random.Random(rng.random())
-        return EngineSlot(name, await runtime.spawn(name, build_flaky, flow.costs, flow.lose_replies, own, engines))
+        costs = slowed(flow.costs) if own.random() < flow.slow_share else flow.costs
+        return EngineSlot(name, await runtime.spawn(name, build_flaky, costs, flow.lose_replies, own, engines))
+
+    async def rolled_out(lease: Lease) -> Unit:
+        unit = await rollout(lease)
+        if rng.random() < flow.duplicates:
+            loop.call_later(1.0, buffer.put, lease, unit)
+        return unit
 
     for number in range(flow.engines):
         dispatcher.join(await spawn(f"engine-{number}"))
@@ -153,11 +168,12 @@ async def run_flow(flow: Flow) -> Outcome:
         buffer,
         dispatcher,
         sync,
-        rollout,
+        rolled_out if flow.duplicates else rollout,
         flow.learner,
         flow.watcher,
         spawn_engine=spawn,
         turns=Turns(sync, flow.learner) if flow.colocated else None,
+        step=step,
     )
     flow.faults(loop, controller, engines)
     if flow.for_s is not None:
@@ -170,6 +186,11 @@ async def run_flow(flow: Flow) -> Outcome:
     seconds = loop.time()
     await runtime.close()
     return Outcome(flow, controller, engines, controller.state, error, seconds, 0.0)
+
+
+def slowed(costs: ScriptedCosts) -> ScriptedCosts:
+    rates = tuple((count, rate / 10) for count, rate in costs.rates)
+    return replace(costs, token_s=10 * costs.token_s, token_s_each=10 * costs.token_s_each, rates=rates)
 
 
 # ----------------------------------------------------------------------------------------------- from a run's config
