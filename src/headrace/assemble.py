@@ -231,7 +231,12 @@ class Assembly:
             return self.recorded
         from headrace.rollout.tasks import open_source
 
-        return open_source(self.config.tasks, seed=self.config.seed, folder=Path.cwd())
+        source = open_source(self.config.tasks, seed=self.config.seed, folder=Path.cwd())
+        if self.config.rollout.order == "length_bucket":
+            from headrace.rollout.sources.length_buckets import LengthBuckets
+
+            return LengthBuckets(source, self.config.training.groups, self.config.seed)
+        return source
 
     def _resolve_model(self) -> Path:
         from headrace.models.catalog import resolve_model
@@ -324,6 +329,7 @@ class Assembly:
             for key in store.scan():  # what a run of the same name left on a server is not this run's
                 store.acknowledge(key)
             store.forget(store.acknowledged())
+        buffer.on_put = getattr(source, "observe", buffer.on_put)
         return buffer
 
     def _dispatcher(self) -> Dispatcher:

@@ -41,6 +41,8 @@ class LeaseBuffer:
         self.max_version_lag, self.on_stale = max_version_lag, on_stale
         self.incarnation = incarnation
         self.on_drop = on_drop
+        self.on_put: Callable[[Unit], None] = lambda unit: None
+        """Told of each unit that is handed in: a source that orders tasks by what they turn out to be learns from it."""
         self.next_index = 0
         self.pool: deque[tuple[Task, Any]] = deque()
         """Recycled tasks with what was done of them; they go before the source's next."""
@@ -139,6 +141,7 @@ class LeaseBuffer:
         lease.oldest_version = unit.oldest_version
         self.ledger.move(lease, "ready")
         self.ready[lease.lease_id] = lease
+        self.on_put(unit)
         self.changed.fire()
         return True
 

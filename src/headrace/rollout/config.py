@@ -127,6 +127,8 @@ class RolloutConfig(Config):
     """Most groups running at once; 0: as many as a batch (and what the buffer allows)."""
     oversample: NonNegative = 0
     """Groups started beyond what a step needs."""
+    order: Literal["source", "length_bucket"] = "source"
+    """length_bucket: tasks whose answers are likely to be about as long come together, so that no batch waits for one."""
     generate_timeout_s: Seconds = 120.0
     """An engine call fails when no token arrived for so long."""
     sampling: SamplingConfig = SamplingConfig()
