@@ -21,32 +21,35 @@ from headrace.rollout.engines.scripted import ScriptedCosts
 from headrace.simulation.parts import LearnerCosts, TimedLearner, Watcher
 from headrace.simulation.run import Flow, Outcome, simulate_flow
 
-BATCH, SIZE, STEP_S = 16, 8, 64.0
+BATCH, SIZE, TOKENS = 16, 8, 64
 
 
-def balanced(steps: int, *, ahead: int = 1, sigma: float = 0.3, seed: int = 0) -> Outcome:
-    """Generation of a batch and training on it each take about `STEP_S`: lengths vary, so either may be late."""
-    learner = TimedLearner(LearnerCosts(step_s=STEP_S, publish_s=0.01), lambda units: [False] * len(units))
-    in_flight = BATCH * (1 + ahead)
-    # All requests share the engine's pace: a batch of answers of mean length m takes STEP_S when a step of n running
-    # ones takes n * STEP_S / (BATCH * SIZE * m).
-    mean = 64.0
-    each = STEP_S / (BATCH * SIZE * mean)
+def balanced(steps: int, *, ahead: int = 1, sigma: float = 0.0, train_s: float = TOKENS, seed: int = 0) -> Outcome:
+    """Each token takes a second whatever runs beside it, as in an engine that waits for its memory; so a batch of equal
+    answers takes `TOKENS` seconds to generate, and `train_s` to train on."""
     return simulate_flow(
         Flow(
             settings=FlowSettings(batch=BATCH, steps=steps),
-            capacity=Capacity(batch=BATCH, ahead=ahead, max_in_flight=in_flight),
-            costs=ScriptedCosts(
-                token_s=each, token_s_each=each, prefill_s=0.0, prepare_s=0.05, length=mean, length_sigma=sigma
-            ),
-            learner=learner,
+            capacity=Capacity(batch=BATCH, ahead=ahead),
+            costs=ScriptedCosts(token_s=1.0, prefill_s=0.0, prepare_s=0.05, length=TOKENS, length_sigma=sigma),
+            learner=TimedLearner(LearnerCosts(step_s=train_s, publish_s=0.01), lambda units: [False] * len(units)),
             seed=seed,
             group=GroupConfig(size=SIZE, timeout_s=1e6),
             max_tokens=1024,
             generate_timeout_s=600.0,
-            watcher=Watcher(keep=False),
+            watcher=Watcher(),
         )
     )
+
+
+def balance(outcome: Outcome) -> tuple[float, float]:
+    """(throughput / the trainer's alone, its idle share), from the first batch in hand to the last trained on. Balanced parts
+    are equally quick alone, so the first is the throughput over that of the quicker one too."""
+    reports = outcome.flow.watcher.reports
+    trained_s = sum(report.train_s for report in reports)
+    idle_s = sum(report.wait_batch_s + report.wait_sync_s for report in reports[1:])
+    seconds = sum(report.step_s for report in reports) - reports[0].wait_batch_s
+    return trained_s / seconds, idle_s / seconds
 
 
 def milliseconds_a_group(groups: int) -> float:
@@ -63,6 +66,9 @@ def main() -> None:
     arguments = parser.parse_args()
     milliseconds_a_group(200)
     calm_garbage_collection()
+    for ahead, sigma, train_s in ((0, 0.0, TOKENS), (1, 0.0, TOKENS), (1, 0.05, 74.0), (2, 0.05, 74.0)):
+        throughput, idle = balance(balanced(40, ahead=ahead, sigma=sigma, train_s=train_s))
+        print(f"{ahead} ahead, spread {sigma}: {throughput:.1%} of the trainer alone, idle {idle:.1%}")
     times = [milliseconds_a_group(arguments.groups) for _ in range(arguments.repeats)]
     print(
         f"groups of {SIZE}: median {statistics.median(times):.2f} ms of processor time a group "
