@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from runs.launch import lab, untrained
 
 from headrace.config import load_config
 from headrace.rollout.sources.length_buckets import WINDOW, LengthBuckets
 from headrace.rollout.sources.rows import Rows, RowSource
 from headrace.types import Episode, Group, SamplingParams, TokenSample
-
+from runs.launch import lab, untrained
 
 __all__ = ["lab", "untrained"]
 
