@@ -90,6 +90,12 @@ def test_sac_learns_to_swing_up(run):
     assert ran.code == 0 and late_return(ran) > -300
 
 
+@pytest.mark.slow
+def test_a_simulated_batch_learns_to_balance(run):
+    ran = run("tensor_sim", "learn", "training.steps=60")
+    assert ran.code == 0 and ran.steps[-1]["reward/mean"] >= 475
+
+
 # --------------------------------------------------------------------------------------------------- on one device
 
 
