@@ -474,7 +474,6 @@ class Assembly:
             rewarder,
             sampling_params(config),
             sampled=config.evaluation.sampled,
-            part=config.reward.functions[0].name or config.reward.functions[0].use,
             seed=config.seed,
         )
 

@@ -59,6 +59,7 @@ def check(config: RunConfig, *, out: Callable[[str], None] = print) -> int:
         for line in batch_arithmetic(config):
             out(f"  {line}")
     _check_machine(config, found)
+    _check_functions(config, found)
     if not config.env.id:
         _check_model(config, found, out)
     _section(out, "Verdict")
@@ -99,6 +100,18 @@ def _check_environment(config: RunConfig, out: Callable[[str], None]) -> None:
     distribution = distribution_of(action, config.policy.squash)
     network = build_network(made.spaces, config.policy, distribution.size, config.seed)
     out(f"  policy and value: {sum(p.numel() for p in network.parameters()):,} weights")
+
+
+def _check_functions(config: RunConfig, found: Findings) -> None:
+    """The user's own advantage and loss can be imported."""
+    from headrace.training.advantages import advantage_function
+    from headrace.training.losses import loss_function
+
+    for function, of in ((advantage_function, config.training.advantage), (loss_function, config.training)):
+        try:
+            function(of)
+        except UserError as error:
+            found.problems.append(str(error))
 
 
 def _check_machine(config: RunConfig, found: Findings) -> None:
@@ -143,7 +156,7 @@ def _check_model(config: RunConfig, found: Findings, out: Callable[[str], None])
     _check_memory(config, shape, longest, found, out)
     _section(out, "Rewards")
     if config.reward.functions and not served:
-        asyncio.run(_check_rewards(config, tasks, found, out))
+        asyncio.run(_check_rewards(config, tokenizer, tasks, found, out))
     else:
         out(f"  none: {'clients post' if served else 'rollout.function brings'} scores")
 
@@ -280,7 +293,9 @@ def plausible_answer(task: Task) -> str:
     return " 42"
 
 
-async def _check_rewards(config: RunConfig, tasks: list[Task], found: Findings, out: Callable[[str], None]) -> None:
+async def _check_rewards(
+    config: RunConfig, tokenizer: Any, tasks: list[Task], found: Findings, out: Callable[[str], None]
+) -> None:
     """Score an empty and a plausible answer to each task, in a worker process as the run does."""
     from headrace.orchestrator.runtimes.processes import ProcessRuntime
     from headrace.reward.pool import build_rewarder
@@ -298,9 +313,16 @@ async def _check_rewards(config: RunConfig, tasks: list[Task], found: Findings, 
             prompt = task.payload.get("prompt", "")
             began_s = clock()
             # Two answers to one task, so that a function that scores whole groups is given siblings.
-            pair = await rewarder.score(
-                [RewardRequest(task=task, prompt=prompt, completion=text) for text in answers.values()]
-            )
+            requests = [
+                RewardRequest(
+                    task=task,
+                    prompt=prompt,
+                    completion=text,
+                    token_ids=tuple(tokenizer.encode(text, add_special_tokens=False)),
+                )
+                for text in answers.values()
+            ]
+            pair = await rewarder.score(requests)
             scores += pair
             for (kind, text), score in zip(answers.items(), pair, strict=True):
                 parts = ", ".join(f"{name} {value}" for name, value in score.parts.items())

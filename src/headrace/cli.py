@@ -309,9 +309,21 @@ def open_run_dir(run_dir: Path, overrides: list[str], *, only: str | None = None
     if not (run_dir / CONFIG_FILE).is_file():
         raise RunDirError(f"--resume: {run_dir} has no {CONFIG_FILE}, so it is not a run's folder")
     try:
-        return run_dir, _load(str(run_dir / CONFIG_FILE), overrides, only=only)
+        loaded = _load(str(run_dir / CONFIG_FILE), overrides, only=only)
     except ConfigError as error:
         raise RunDirError(f"--resume: the run's {CONFIG_FILE} cannot be used: {error}") from None
+    if overrides:
+        _keep_config(run_dir, loaded)
+    return run_dir, loaded
+
+
+def _keep_config(run_dir: Path, config) -> None:
+    """The run goes on as it is now: the next `--resume`, and the report, read what it was last told."""
+    from headrace.config import dump_config
+
+    partial = run_dir / f"{CONFIG_FILE}.partial"
+    partial.write_text(dump_config(config), encoding="utf-8")
+    partial.replace(run_dir / CONFIG_FILE)
 
 
 def main() -> None:

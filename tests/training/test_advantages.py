@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, TrainingFailed
 from headrace.training.advantages import gae, group_advantages, token_gae, vtrace, whiten
 from headrace.training.config import AdvantageConfig
 from training.helpers import group_of, sample_of
@@ -49,6 +49,26 @@ def test_a_function_of_the_user_replaces_the_rule():
     np.testing.assert_allclose(found, [1, 2])
     with pytest.raises(ConfigError, match=r"training\.advantage\.function"):
         group_advantages(groups_of([2.0, 4.0]), AdvantageConfig(function="no.such.module:fn"))
+
+
+def one_number(rewards, config):
+    return 1.0
+
+
+def not_a_number(rewards, config):
+    return rewards * float("nan")
+
+
+def raises(rewards, config):
+    return 1 / 0
+
+
+@pytest.mark.parametrize("name", ["one_number", "not_a_number", "raises"])
+def test_a_rule_that_gives_no_credit_ends_the_run_in_one_line(name):
+    """A single number would spread over the group, and NaN would leave samples out without a word."""
+    with pytest.raises(TrainingFailed, match=f"training.advantage.function.*{name}") as caught:
+        group_advantages(groups_of([2.0, 4.0]), AdvantageConfig(function=f"{__name__}:{name}"))
+    assert "\n" not in str(caught.value)
 
 
 def test_whitening_needs_two_different_values():

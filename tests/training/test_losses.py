@@ -171,5 +171,5 @@ def constant_loss(inputs):
 def test_a_loss_of_the_user_is_imported_by_path():
     _, grad = run(inputs_of([-1.0], [-1.0], [1.0], config_of(loss={"function": f"{__name__}:constant_loss"})))
     assert grad.tolist() == [3.0]
-    with pytest.raises(ConfigError, match="is not known"):
+    with pytest.raises(ConfigError, match="found 'clippd'; valid: clipped"):
         loss_function(config_of(loss={"function": "clippd"}))

@@ -16,7 +16,7 @@ GREEDY, SAMPLED = "greedy", "sampled"
 
 
 class Evaluator:
-    """Scores one answer a task by one named part of the reward, so that shaping terms do not count. Its requests carry the lease id "evaluation": they train nothing and hold no lease."""
+    """Scores one answer a task by the first part of the reward, so that shaping terms do not count. Its requests carry the lease id "evaluation": they train nothing and hold no lease."""
 
     def __init__(
         self,
@@ -28,10 +28,9 @@ class Evaluator:
         *,
         sampled: bool,
         seed: int,
-        part: str = "",
     ) -> None:
         self.tasks, self.engine, self.environment, self.rewarder = tasks, engine, environment, rewarder
-        self.seed, self.part, self.calls = seed, part, 0
+        self.seed, self.calls = seed, 0
         self.modes = {GREEDY: replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)}
         if sampled:
             self.modes[SAMPLED] = sampling
@@ -64,11 +63,11 @@ class Evaluator:
             [
                 RewardRequest(
                     task=task,
-                    prompt=self.environment.prompt_text(task),
+                    prompt=task.payload.get("prompt") or self.environment.prompt_text(task),
                     completion=self.environment.decode(ids),
                     token_ids=tuple(ids.tolist()),
                     finish_reason=generation.finish_reason,
                 )
             ]
         )
-        return score[0].parts.get(self.part, score[0].reward)
+        return next(iter(score[0].parts.values()), score[0].reward)

@@ -327,7 +327,7 @@ class TokenRollout:
         sampled = sample.token_ids[sample.loss_mask.astype(bool)]
         return RewardRequest(
             task=lease.task,
-            prompt=environment.prompt_text(lease.task),
+            prompt=lease.task.payload.get("prompt") or environment.prompt_text(lease.task),
             completion=environment.decode(sampled),
             token_ids=tuple(sampled.tolist()),
             finish_reason=sample.finish_reason,

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from headrace.errors import TrainingFailed
 from headrace.training.config import AdvantageConfig
 from headrace.training.registry import resolve
 from headrace.types import Array, Group
@@ -54,13 +55,18 @@ def is_zero_variance(rewards: Array) -> bool:
     return bool(np.ptp(valid) <= 1e-9 * max(1.0, float(np.abs(valid).max())))
 
 
+def advantage_function(config: AdvantageConfig) -> AdvantageFn:
+    """The rule that the config names. Raises `ConfigError` when it cannot be imported."""
+    return resolve(config.function or config.kind, ADVANTAGES, "training.advantage.function")
+
+
 def group_advantages(groups: Sequence[Group], config: AdvantageConfig) -> list[Array]:
     """One [E] array a group: the advantage of each of its episodes, NaN for an episode without a score (it is left out).
 
     The baseline is taken over attempts (episodes), never over the segments that an attempt was cut into. A group without
     spread, and a group of one, gives exactly 0.
     """
-    rule = resolve(config.function or config.kind, ADVANTAGES, "training.advantage.function")
+    rule = advantage_function(config)
     advantages = []
     for group in groups:
         rewards = rewards_of(group)
@@ -70,7 +76,17 @@ def group_advantages(groups: Sequence[Group], config: AdvantageConfig) -> list[A
         if valid.sum() < 2:
             logger.warning("group %s has %d scored episodes: its advantages are 0", group.group_id, valid.sum())
         elif not is_zero_variance(rewards):
-            result[valid] = rule(rewards[valid], config)
+            try:
+                credit = np.asarray(rule(rewards[valid], config), dtype=np.float64)
+            except Exception as error:
+                words = f"{type(error).__name__}: {error}"
+                raise TrainingFailed(f"training.advantage.function: {config.function!r} raised {words}") from error
+            if credit.shape != (valid.sum(),) or not np.isfinite(credit).all():
+                raise TrainingFailed(
+                    f"training.advantage.function: {config.function!r} gave {credit.tolist()} for the rewards "
+                    f"{rewards[valid].tolist()}; wanted as many finite numbers"
+                )
+            result[valid] = credit
         advantages.append(result)
     return advantages
 
