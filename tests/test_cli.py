@@ -27,7 +27,7 @@ def started(monkeypatch) -> list[dict]:
     """Puts a recorder in the place of `headrace.assemble`, and gives the calls it got."""
     calls: list[dict] = []
 
-    def run(config, run_dir, *, only=None, resume=False, display=None, samples=None) -> int:
+    def run(config, run_dir, *, only=None, resume=False, display=None, samples=None, token="") -> int:
         calls.append(locals() | {"files": sorted(file.name for file in run_dir.iterdir())})
         if run.raises:
             raise run.raises
