@@ -102,7 +102,8 @@ def watch() -> Clock:
     clock.wrap(core.NativeCore, "draw", "stamping tokens")
     clock.wrap(core.NativeCore, "sample", "sampling")
     clock.wrap(llama.LlamaWeights, "forward", "norms, rope, residuals")
-    clock.wrap(linear.Linear, "__call__", "matrix products")
+    for product in linear.FORMS.values():
+        clock.wrap(product, "__call__", "matrix products")
     clock.wrap(llama, "attend", "attention: gathers and bias")
     clock.wrap(attention.KeyValues, "write", "attention: writing keys and values")
     clock.wrap(attention, "_product", "attention: product")
@@ -115,12 +116,14 @@ async def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--weights", default="model", help="rollout.engine.weights")
     parser.add_argument("--profile", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     clock = watch() if given.profile else None
     context = WorkerContext(name="engine-0", record=lambda event: None, resources=Resources(threads=given.threads))
-    config = EngineConfig(max_running=64, threads=given.threads)
+    more = {} if given.weights == "model" else {"weights": given.weights}
+    config = EngineConfig(max_running=64, threads=given.threads, **more)
     made = engine.build_native(context, config, make_model(given.size), "float32", None, "keep", inline=True)
     vocab = SHAPES[given.size]["vocab_size"]
     for count in given.requests:
@@ -131,7 +134,7 @@ async def main() -> None:
         rates = sorted(count * NEW_TOKENS / wall for wall, _ in took)
         busy = statistics.median(cpu for _, cpu in took)
         row = {
-            "size": given.size, "threads": given.threads, "requests": count, "rounds": given.rounds,
+            "size": given.size, "threads": given.threads, "requests": count, "rounds": given.rounds, "weights": given.weights,
             "tokens_per_s": round(statistics.median(rates), 1), "lowest": round(rates[0], 1), "highest": round(rates[-1], 1),
             "tokens_per_cpu_s": round(count * NEW_TOKENS / busy, 1),
         }  # fmt: skip

@@ -533,6 +533,8 @@ class EngineStats:
     """Longest time between two forward passes caused by the last swap."""
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    weight_error: float = 0.0
+    """Largest relative error (root mean square) of a layer's weights as they are computed with, against those published."""
 
 
 @travels

@@ -140,3 +140,11 @@ async def test_routes_hold_through_gradient_checkpointing():
         logprobs.sum().backward()
         grads.append(torch.cat([p.grad.flatten() for p in policy.model.parameters() if p.grad is not None]))
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("weights", "low", "high"), [("bfloat16", 1e-4, 0.05), ("int8", 1e-3, 0.3)])
+async def test_rounded_weights_show_as_a_ratio_and_nothing_else_does(weights, low, high):
+    engine = build_engine(weights=weights)
+    groups = await groups_of(engine, siblings(top_p=0.8))
+    await engine.close()
+    assert low < np.abs(log_ratios(groups, folder_of())).mean() < high

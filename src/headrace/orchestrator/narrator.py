@@ -200,6 +200,7 @@ class Narrator:
             "engine/prefix_hit_rate": cached / prompt if prompt else 0.0,
             "engine/preemptions": float(sum(slot.stats.preemptions for slot in slots)),
             "engine/recomputed_tokens": float(sum(slot.stats.recomputed_tokens for slot in slots)),
+            "engine/weight_error": max((slot.stats.weight_error for slot in slots), default=0.0),
             "engine/prefill_s": sum(slot.stats.prefill_s for slot in slots),
             "engine/decode_s": sum(slot.stats.decode_s for slot in slots),
             "sync/standstill_s": max(slot.stats.standstill_s for slot in slots),

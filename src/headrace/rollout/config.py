@@ -80,6 +80,9 @@ class EngineConfig(Config):
     always; prefix: the one that was sent the longest beginning of the prompt, unless it has far more to do than another."""
     threads: Positive = 1
     """Of each engine process."""
+    weights: Literal["model", "bfloat16", "int8"] = "model"
+    """In which form linear layers compute: as published (packed), or rounded at each sync. bfloat16 gains where the
+    processor multiplies it, int8 with few sequences at a time; both change the policy a little: watch `mismatch/*`."""
     max_running: Positive = 64
     """Sequences decoded side by side."""
     kv_tokens: NonNegative = 0

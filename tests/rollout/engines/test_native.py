@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.errors import RequestRefused
+from headrace.errors import ModelError, RequestRefused
 from headrace.exchange.channels.in_process import InProcessChannel
+from headrace.rollout.engines.models import named_weights, weights_digest
 from headrace.rollout.engines.native.llama import LlamaWeights
 from rollout.engines.engine_models import (
     FAMILIES,
@@ -500,21 +501,21 @@ async def test_forced_weights_do_force():
 
 
 def test_a_packed_product_is_the_plain_one():
-    from headrace.rollout.engines.native.linear import Linear
+    from headrace.rollout.engines.native.linear import Linear, PackedLinear
 
     torch.manual_seed(0)
     weight, bias = torch.randn(4096, 320) / 18, torch.randn(4096)
-    packed, plain = Linear(weight, bias), Linear(weight, bias, pack=False)
+    packed, plain = PackedLinear(weight, bias), Linear(weight, bias)
     for rows in (1, 2, 3, 8, 64, 200):
         x = torch.randn(rows, 320)
         torch.testing.assert_close(packed(x), plain(x), atol=2e-5, rtol=1e-5)
 
 
 def test_small_weights_and_other_types_are_not_packed():
-    from headrace.rollout.engines.native.linear import Linear
+    from headrace.rollout.engines.native.linear import PackedLinear
 
-    assert Linear(torch.randn(64, 64)).packed is None
-    assert Linear(torch.zeros(4096, 320, dtype=torch.bfloat16)).packed is None
+    assert PackedLinear(torch.randn(64, 64)).packed is None
+    assert PackedLinear(torch.zeros(4096, 320, dtype=torch.bfloat16)).packed is None
 
 
 async def test_an_engine_with_packed_weights_agrees_with_a_plain_forward_pass(monkeypatch):
@@ -532,3 +533,49 @@ async def test_an_engine_with_packed_weights_agrees_with_a_plain_forward_pass(mo
         for request, got in zip(requests, await run(engine, requests), strict=True):
             np.testing.assert_allclose(got.logprobs, plain_logprobs(model, request, got), atol=1e-4)
     await engine.close()
+
+
+# ------------------------------------------------------------------------------------------------------ rounded weights
+
+
+@pytest.mark.parametrize(("form", "bound"), [("bfloat16", 0.003), ("int8", 0.02)])
+@pytest.mark.parametrize("rows", [1, 8, 9, 64])
+def test_a_rounded_product_is_near_the_exact_one(form, bound, rows):
+    """Within the error of its weights and of bfloat16 inputs; the error it reports is that of its weights."""
+    from headrace.rollout.engines.native.linear import FORMS, relative_error
+
+    torch.manual_seed(0)
+    weight, bias, x = torch.randn(256, 320) / 18, torch.randn(256), torch.randn(rows, 320)
+    rounded = FORMS[form](weight, bias)
+    assert 1e-4 < rounded.error < bound
+    assert relative_error(torch.nn.functional.linear(x, weight, bias), rounded(x)) < bound
+
+
+def test_zero_rows_of_a_weight_stay_zero():
+    from headrace.rollout.engines.native.linear import Int8Linear
+
+    weight = torch.randn(32, 64)
+    weight[3] = 0.0
+    assert not Int8Linear(weight)(torch.randn(5, 64))[:, 3].any()
+
+
+@pytest.mark.parametrize(("form", "error", "gap"), [("bfloat16", 0.004, 0.05), ("int8", 0.02, 0.3)])
+async def test_rounded_weights_are_made_at_each_sync_and_say_how_far_they_are_off(form, error, gap):
+    channel = InProcessChannel()
+    engine = build_engine(channel=channel, weights=form)
+    for version, model in ((1, build_model("llama", seed=9)), (2, reference())):
+        await engine.commit(publish(channel, model, version))
+        requests = [ask(prompt_of(n, n), f"p{n}.{version}", max_tokens=16) for n in (2, 9, 30)]
+        for request, got in zip(requests, await run(engine, requests), strict=True):
+            off = np.abs(got.logprobs - plain_logprobs(model, request, got))
+            assert 0 < off.mean() < gap
+    assert 1e-4 < (await engine.stats()).weight_error < error
+    # What was published is still there, bit for bit.
+    assert await engine.fingerprint() == weights_digest(named_weights(reference()))
+    await engine.close()
+
+
+@pytest.mark.parametrize(("kind", "family"), [("native", "gemma"), ("hf", "llama")])
+def test_rounded_weights_are_refused_where_there_are_none(kind, family):
+    with pytest.raises(ModelError, match=r"rollout\.engine\.weights"):
+        build_engine(kind, folder_of(family), weights="int8")

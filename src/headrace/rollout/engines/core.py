@@ -328,6 +328,7 @@ class Core(ABC):
             standstill_s=self.standstill_s,
             prefill_s=self.prefill_s,
             decode_s=self.decode_s,
+            weight_error=getattr(self.weights, "error", 0.0),
         )
 
     def fingerprint(self) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from headrace.errors import ModelError
 from headrace.policies.routers import Routers
 from headrace.protocols import WorkerContext
 from headrace.rollout.config import EngineConfig
@@ -78,6 +79,8 @@ def build_hf(
     inline: bool = False,
 ) -> HfEngine:
     """The factory that runtimes call; its arguments are those of the native engine's."""
+    if engine.weights != "model":
+        raise ModelError(f'rollout.engine.weights: found "{engine.weights}", the hf engine has "model" only')
     threads = 0 if inline else context.resources.threads
     if threads:
         torch.set_num_threads(threads)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from headrace.errors import ModelError
 from headrace.protocols import WorkerContext
 from headrace.rollout.config import EngineConfig
 from headrace.rollout.engines.driver import EngineDriver
@@ -39,20 +40,32 @@ def build_native(
     if threads:
         torch.set_num_threads(threads)
     facts = read_facts(model_folder, engine.context_length)
-    read = partial(_weights, model_folder, dtype, facts.context_length, pack=not engine.deterministic)
+    read = partial(_weights, model_folder, dtype, facts.context_length, _form(engine))
     weights, builder = read()
     core = NativeCore(context, facts, weights, builder, channel, kv_on_swap, engine, dtype, lambda: read()[0])
     return NativeEngine(core, inline=inline, threads=threads)
 
 
+def _form(engine: EngineConfig) -> str:
+    """How linear layers keep their weights. A packed product may sum in another order for another number of rows, so
+    fixed shapes go without."""
+    if engine.weights != "model":
+        return engine.weights
+    return "plain" if engine.deterministic else "packed"
+
+
 @torch.inference_mode()
-def _weights(folder: str, dtype: str, context_length: int, pack: bool) -> tuple[Any, Any]:
-    """The folder's weights, and the function that builds others of the same model. A packed product may sum in another
-    order for another number of rows, so fixed shapes go without."""
+def _weights(folder: str, dtype: str, context_length: int, form: str) -> tuple[Any, Any]:
+    """The folder's weights, and the function that builds others of the same model."""
     if llama.fits(read_config(folder)):
         model = load_model(folder, dtype, "eager")
-        builder = partial(llama.build, llama.shape_of(model, context_length), pack)
+        builder = partial(llama.build, llama.shape_of(model, context_length), form)
         return builder(dict(model.state_dict()), None), builder
+    if form not in ("plain", "packed"):
+        kind = read_config(folder).model_type
+        raise ModelError(
+            f'rollout.engine.weights: found "{form}", which Llama, Qwen2 and Qwen3 have; {kind} needs "model"'
+        )
     generic.register()
     model = load_model(folder, dtype, generic.ATTENTION)
     return generic.GenericWeights(model), partial(generic.build, ModelPlan(model))

@@ -61,6 +61,7 @@ class GenericWeights:
 
     def __init__(self, model: Any) -> None:
         self.model = model
+        self.error = 0.0
         self.routers = Routers.of(model)
 
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:

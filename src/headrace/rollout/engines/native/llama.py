@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from headrace.errors import ModelError
 from headrace.rollout.engines.native.attention import KeyValues, Pass, attend
-from headrace.rollout.engines.native.linear import Linear
+from headrace.rollout.engines.native.linear import FORMS, Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class LlamaWeights:
         self.shape = shape
         self.layers: list[Layer] = []
         self.embedding = self.norm = torch.empty(0)
-        self.head = Linear(torch.empty(0), pack=False)
+        self.head = Linear(torch.empty(0))
         self.memory: dict[str, torch.Tensor] = {}
         self.parts: dict[str, list[tuple[str, int]]] = {}
         """What lies together under one name of `memory`: names as published, and their rows."""
@@ -102,6 +102,12 @@ class LlamaWeights:
         for first, parts in self.parts.items():
             sizes = [rows for _, rows in parts]
             yield from zip([name for name, _ in parts], self.memory[first].split(sizes), strict=True)
+
+    @property
+    def error(self) -> float:
+        """Largest relative error of the weights that products run from."""
+        linears = [one for layer in self.layers for one in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        return max(one.error for one in (*linears, self.head))
 
     def forward(self, batch: Pass, store: KeyValues) -> torch.Tensor:
         """[R, V] logits of the rows that the pass asks for."""
@@ -137,9 +143,13 @@ class LlamaWeights:
 
 
 def build(
-    shape: LlamaShape, pack: bool, tensors: Mapping[str, torch.Tensor], spare: LlamaWeights | None
+    shape: LlamaShape, form: str, tensors: Mapping[str, torch.Tensor], spare: LlamaWeights | None
 ) -> LlamaWeights:
-    """Named tensors into fused weights, in the memory of `spare`: fresh memory costs more than the copying."""
+    """Named tensors into fused weights, in the memory of `spare`: fresh memory costs more than the copying.
+
+    form: of the copies that products run from (`linear.FORMS`)
+    """
+    product = FORMS[form]
     weights = LlamaWeights(shape)
     weights.memory = spare.memory if spare is not None else {}
     used: set[str] = set()
@@ -165,7 +175,7 @@ def build(
 
     def linear(*names: str) -> Linear:
         weight = take(*(f"{name}.weight" for name in names))
-        return Linear(weight, take(*(f"{name}.bias" for name in names), optional=True), pack)
+        return product(weight, take(*(f"{name}.bias" for name in names), optional=True))
 
     for index in range(shape.layers):
         at = f"model.layers.{index}."
@@ -183,7 +193,7 @@ def build(
         )
     weights.embedding = take("model.embed_tokens.weight")
     weights.norm = take("model.norm.weight")
-    weights.head = Linear(weights.embedding if shape.tied else take("lm_head.weight"), pack=pack)
+    weights.head = product(weights.embedding if shape.tied else take("lm_head.weight"))
     unknown = sorted(set(tensors) - used - {"lm_head.weight"})
     if unknown:
         raise ModelError(f"published weights do not fit the model: unknown {unknown[:3]}")
