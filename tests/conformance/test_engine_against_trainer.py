@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.rollout.token_rollout import Transcript
 from headrace.training.batching import make_batches
 from headrace.training.config import TrainingConfig
 from headrace.training.policy import Policy, load_model
@@ -16,20 +17,13 @@ from headrace.types import Episode, Group, Score, Task, TokenSample
 from rollout.engines.engine_models import ask, build_engine, endless, folder_of, prompt_of
 
 
-def sample_of(request, generation, name="s") -> TokenSample:
-    """A single turn as the rollout records it."""
-    prompt, count = request.prompt_ids, generation.token_ids.size
-    return TokenSample(
-        sample_id=name,
-        token_ids=np.concatenate([prompt, generation.token_ids]),
-        loss_mask=np.repeat([0, 1], [prompt.size, count]).astype(np.int8),
-        behavior_logprobs=np.concatenate([np.zeros(prompt.size, np.float32), generation.logprobs]),
-        policy_versions=np.concatenate([np.full(prompt.size, -1), generation.policy_versions]),
-        sampling=generation.sampling,
-        finish_reason=generation.finish_reason,
-        sampling_mask=generation.sampling_mask,
-        expert_routing=generation.expert_routing,
-    )
+def sample_of(*turns, name="s") -> TokenSample:
+    """(request or tokens to add, generation) of each turn, as the rollout records them."""
+    transcript = Transcript()
+    for prompt, generation in turns:
+        transcript.add_prompt(prompt)
+        transcript.add_generation(generation)
+    return transcript.sample(name)
 
 
 async def groups_of(engine, requests) -> list[Group]:
@@ -37,17 +31,18 @@ async def groups_of(engine, requests) -> list[Group]:
     got = await asyncio.gather(*map(engine.generate, requests))
     by_group: dict[str, list[TokenSample]] = {}
     for request, one in zip(requests, got, strict=True):
-        by_group.setdefault(request.group_id, []).append(sample_of(request, one, request.request_id))
-    return [
-        Group(
-            group_id=name,
-            task=Task(task_id=name, source="test", payload={}),
-            expected_size=len(samples),
-            episodes=tuple(Episode(episode_id=one.sample_id, samples=(one,)) for one in samples),
-            scores=tuple(Score(reward=float(i)) for i in range(len(samples))),
-        )
-        for name, samples in by_group.items()
-    ]
+        by_group.setdefault(request.group_id, []).append(sample_of((request.prompt_ids, one), name=request.request_id))
+    return [group_of(name, samples) for name, samples in by_group.items()]
+
+
+def group_of(name: str, samples: list[TokenSample]) -> Group:
+    return Group(
+        group_id=name,
+        task=Task(task_id=name, source="test", payload={}),
+        expected_size=len(samples),
+        episodes=tuple(Episode(episode_id=one.sample_id, samples=(one,)) for one in samples),
+        scores=tuple(Score(reward=float(i)) for i in range(len(samples))),
+    )
 
 
 def log_ratios(groups, folder, **training) -> np.ndarray:
@@ -89,6 +84,20 @@ async def test_ratio_is_one_over_the_recorded_support(sampling):
     groups = await groups_of(engine, siblings(**sampling))
     await engine.close()
     assert np.abs(log_ratios(groups, folder_of(), micro_tokens=64)).max() < 1e-4
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+async def test_ratio_is_one_over_all_turns_of_a_conversation(family):
+    engine = build_engine(folder=folder_of(family))
+    options = dict(top_p=0.8, record_sampling_mask=True, record_expert_routing=True, **endless(7))
+    first_prompt, tool = prompt_of(6), prompt_of(5, 1)
+    first = await engine.generate(ask(first_prompt, "t", **options))
+    conversation = [*first_prompt, *first.token_ids, *tool]
+    second = await engine.generate(ask(conversation, "u", **options))
+    await engine.close()
+    sample = sample_of((first_prompt, first), (tool, second))
+    assert sample.sampling_mask.offsets.size == 15 and (sample.expert_routing is None) == (family == "llama")
+    assert np.abs(log_ratios([group_of("g", [sample])], folder_of(family))).max() < 1e-4
 
 
 async def test_without_the_record_the_ratio_is_off():

@@ -29,6 +29,7 @@ from headrace.types import (
     Generation,
     Group,
     RequestKey,
+    SamplingMask,
     SamplingParams,
     Score,
     TokenSample,
@@ -51,7 +52,7 @@ class Transcript:
     loss_mask: list[Array] = field(default_factory=list)
     logprobs: list[Array] = field(default_factory=list)
     versions: list[Array] = field(default_factory=list)
-    last: Generation | None = None
+    generations: list[Generation] = field(default_factory=list)
 
     def add_prompt(self, token_ids: Any) -> None:
         count = len(token_ids)
@@ -65,28 +66,36 @@ class Transcript:
         self.loss_mask.append(np.ones(len(generation.token_ids), np.int8))
         self.logprobs.append(generation.logprobs)
         self.versions.append(generation.policy_versions)
-        self.last = generation
+        self.generations.append(generation)
 
     def prompt(self) -> Array:
         """[P] all tokens so far: what the next generation goes on from."""
         return self.token_ids[0] if len(self.token_ids) == 1 else np.concatenate(self.token_ids)
 
     def sample(self, sample_id: str) -> TokenSample:
-        assert self.last is not None
-        loss_mask = np.concatenate(self.loss_mask)
-        single_turn = len(self.last.token_ids) == int(loss_mask.sum())
+        last = self.generations[-1]
+        masks = [one.sampling_mask for one in self.generations]
+        routes = [one.expert_routing for one in self.generations]
         return TokenSample(
             sample_id=sample_id,
             token_ids=np.concatenate(self.token_ids).astype(np.int64, copy=False),
-            loss_mask=loss_mask,
+            loss_mask=np.concatenate(self.loss_mask),
             behavior_logprobs=np.concatenate(self.logprobs).astype(np.float32, copy=False),
             policy_versions=np.concatenate(self.versions).astype(np.int64, copy=False),
-            sampling=self.last.sampling,
-            finish_reason=self.last.finish_reason,
-            # Recorded per generation; a sample of several turns has no single support or route table.
-            sampling_mask=self.last.sampling_mask if single_turn else None,
-            expert_routing=self.last.expert_routing if single_turn else None,
+            sampling=last.sampling,
+            finish_reason=last.finish_reason,
+            # Of the sampled tokens, all turns together; what one turn lacks, the whole has not.
+            sampling_mask=joined_masks(masks) if all(one is not None for one in masks) else None,
+            expert_routing=np.concatenate(routes) if all(one is not None for one in routes) else None,
         )
+
+
+def joined_masks(masks: list[SamplingMask]) -> SamplingMask:
+    """The supports of several turns, one after another."""
+    lengths = np.concatenate([np.diff(mask.offsets) for mask in masks])
+    return SamplingMask(
+        token_ids=np.concatenate([mask.token_ids for mask in masks]), offsets=np.concatenate([[0], np.cumsum(lengths)])
+    )
 
 
 class _Cut(Exception):
