@@ -75,16 +75,12 @@ class LeaseBuffer:
         return []
 
     def keep(self, lease: Lease, unit: Unit) -> None:
-        """Such a lease and its unit, from a checkpoint: here it is only counted."""
-        self.mark_restored(lease, unit)
-        self.settle(lease, TRAINED)
-
-    def mark_restored(self, lease: Lease, unit: Unit) -> None:
-        """Walk a lease that was trained in an earlier incarnation to where it was."""
+        """Walk such a lease, admitted anew from a checkpoint, to where it was."""
         self.put(lease, unit)
         del self.ready[lease.lease_id]
         self.ledger.move(lease, "taken")
         self.ledger.move(lease, "trained")
+        self.settle(lease, TRAINED)
 
     async def admit(self) -> Lease:
         """Wait for room, then pick the task. Raises `BufferClosed` once nothing more can be admitted."""
