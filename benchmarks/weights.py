@@ -11,6 +11,9 @@ receiver, whatever travelled.
     changed    bfloat16 weights of which --share have changed: positions and values travel
     adapter    a hundredth of the bytes, under scope "adapter"
 
+`--lora MODEL` syncs a real trainer with a real engine, each in its own process, through shared memory: all weights, adapters
+merged into all weights, and adapters alone, with what either process holds and how fast the engine then decodes.
+
 `--sparsity` says what share is realistic: it trains a real model (bfloat16 weights, float32 masters and AdamW, as
 `model.dtype = bfloat16` does) on random advantages, and counts the bfloat16 values that a step has changed.
 """
@@ -154,6 +157,80 @@ async def compare(options: argparse.Namespace) -> None:
     await runtime.close()
 
 
+# ----------------------------------------------------------------------------------------------------------------- LoRA
+
+
+LORAS = {
+    "off": {},
+    "merged, r=16 on all layers": {"kind": "merged"},
+    "adapter, r=16 on all layers": {"kind": "adapter"},
+    "adapter, r=8 on q and v": {"kind": "adapter", "rank": 8, "target_modules": ("q_proj", "v_proj")},
+}
+
+
+async def lora(model_name: str, rounds: int) -> None:
+    from headrace.config import ModelConfig
+    from headrace.models.catalog import resolve_model
+
+    folder = str(resolve_model(ModelConfig(path=model_name)))
+    print(
+        "| training.lora | MB sent | publish, s | prepare, s | commit, s | trainer, MB | engine, MB | tokens/s, 16 side by side |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    for name, table in LORAS.items():
+        print(f"| {name} {await lora_row(folder, table, rounds)}", flush=True)
+
+
+async def lora_row(folder: str, table: dict[str, Any], rounds: int) -> str:
+    import numpy as np
+    import psutil
+
+    from headrace.protocols import Resources
+    from headrace.rollout.config import EngineConfig
+    from headrace.rollout.engines.native.engine import build_native
+    from headrace.training.backends.single_device import build_single_device
+    from headrace.training.config import LoraConfig, LossConfig, TrainingConfig
+    from headrace.training.policy import probe_batch
+    from headrace.types import GenerateRequest, RequestKey, SamplingParams
+
+    def requests(round_: int) -> list[GenerateRequest]:
+        sampling = SamplingParams(max_tokens=48, min_tokens=48, seed=round_)
+        keys = [RequestKey(lease_id=f"{round_}", member=member, attempt=0) for member in range(16)]
+        return [
+            GenerateRequest(key=k, group_id=k.lease_id, prompt_ids=np.arange(16) % 12, sampling=sampling) for k in keys
+        ]
+
+    runtime, channel = ProcessRuntime(lambda event: None), open_channel("shared_memory")
+    config = TrainingConfig(lora=LoraConfig(**table), loss=LossConfig(kl_coef=0.01))
+    one = Resources(threads=1)
+    trainer = await runtime.spawn("trainer", build_single_device, config, folder, "float32", channel, resources=one)
+    engine_arguments = (EngineConfig(), folder, "float32", channel, "keep")
+    engine = await runtime.spawn("engine-0", build_native, *engine_arguments, resources=one)
+    batch = probe_batch(np.tile(np.arange(16) % 12, (4, 1)), shared=4)
+    await trainer.forward_backward(await trainer.annotate(batch, ["reference"]))
+    await trainer.optimizer_step()
+    times: dict[str, list[float]] = {"publish": [], "prepare": [], "commit": [], "decode": []}
+    clock = time.perf_counter
+    for version in range(1, rounds + 1 + WARM_UP):
+        started = clock()
+        ticket = await trainer.publish(version)
+        published = clock()
+        await engine.prepare(ticket)
+        prepared = clock()
+        await engine.commit(ticket)
+        committed = clock()
+        await asyncio.gather(*map(engine.generate, requests(version)))
+        for kind, seconds in zip(times, np.diff([started, published, prepared, committed, clock()]), strict=True):
+            times[kind].append(float(seconds))
+    memory = [psutil.Process(part.pid).memory_info().rss / 1e6 for part in (trainer, engine)]
+    await runtime.close()
+    publish, prepare, commit, decode = (statistics.median(found[WARM_UP:]) for found in times.values())
+    return (
+        f"| {ticket.bytes / 1e6:.1f} | {publish:.3f} | {prepare:.3f} | {commit:.4f} | {memory[0]:.0f} | {memory[1]:.0f} "
+        f"| {16 * 48 / decode:.0f} |"
+    )
+
+
 # ------------------------------------------------------------------------------------------------------------- sparsity
 
 
@@ -196,11 +273,14 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.01)
     parser.add_argument("--folder", default=None, help="of the filesystem channel; /dev/shm for memory")
     parser.add_argument("--sparsity", metavar="MODEL", default="")
+    parser.add_argument("--lora", metavar="MODEL", default="")
     parser.add_argument("--lr", type=float, default=1e-6)
     parser.add_argument("--steps", type=int, default=8)
     options = parser.parse_args()
     if options.sparsity:
         sparsity(options.sparsity, options.lr, options.steps)
+    elif options.lora:
+        asyncio.run(lora(options.lora, options.rounds))
     else:
         asyncio.run(compare(options))
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from headrace.config import RunConfig, ahead
 from headrace.errors import ModelError
+from headrace.training.config import LoraConfig
 
 DEFAULT_KV_TOKENS = 32_768
 """The engine's own bound where the config names none."""
@@ -107,14 +108,20 @@ def memory_parts(config: RunConfig, shape: ModelShape, prompt_tokens: int) -> di
     tokens = min(training.micro_tokens, training.groups // training.minibatches * (prompt_tokens + answers))
     activations = tokens * 4 * (kept_layers * per_token + shape.layers * shape.hidden)
     processes = 2 + engines if config.runtime == "processes" else 1
+    lora = training.lora.kind
+    # Adapters are float32 whatever the base is, and the base itself is the reference.
+    adapters = 4 * adapter_parameters(training.lora, shape) if lora != "off" else 0
+    sent = adapters if lora == "adapter" else weights
     parts = {
         "trainer: weights": weights,
-        "trainer: gradients": weights,
-        "trainer: AdamW moments": 2 * weights,
-        "trainer: reference model": weights if training.loss.kl_coef > 0 else 0,
+        "trainer: adapters": adapters,
+        "trainer: gradients": adapters or weights,
+        "trainer: AdamW moments": 2 * (adapters or weights),
+        "trainer: reference model": weights if training.loss.kl_coef > 0 and lora == "off" else 0,
+        "trainer: merged weights, at a sync": weights if lora == "merged" else 0,
         f"trainer: activations of {tokens:,} tokens": activations,
         f"trainer: logits of {training.logits_chunk:,} tokens": training.logits_chunk * shape.vocabulary * 4 * 3,
-        f"engine: live and staged weights, {engines}x": 2 * weights * engines,
+        f"engine: live and staged weights, {engines}x": (weights + sent) * engines,
         f"engine: {kv_tokens(config, shape):,} tokens of keys and values, {engines}x": engines
         * kv_tokens(config, shape)
         * shape.layers
@@ -122,11 +129,26 @@ def memory_parts(config: RunConfig, shape: ModelShape, prompt_tokens: int) -> di
         * shape.kv_heads
         * shape.head_size
         * BYTES_PER_DTYPE[config.model.dtype],
-        f"weight channel: {config.weights.channel}": weights * _copies(config.weights.channel, engines),
+        f"weight channel: {config.weights.channel}": sent * _copies(config.weights.channel, engines),
         f"processes: {processes} with torch, {config.reward.workers} reward workers": PROCESS_BYTES * processes
         + PROCESS_BYTES // 6 * config.reward.workers,
     }
     return {part: size for part, size in parts.items() if size}
+
+
+def adapter_parameters(lora: LoraConfig, shape: ModelShape) -> int:
+    """Of a model whose layers are the usual seven; names of others count nothing."""
+    heads, kv_heads = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
+    sides = {
+        "q_proj": shape.hidden + heads,
+        "k_proj": shape.hidden + kv_heads,
+        "v_proj": shape.hidden + kv_heads,
+        "o_proj": heads + shape.hidden,
+        "gate_proj": shape.hidden + shape.inner,
+        "up_proj": shape.hidden + shape.inner,
+        "down_proj": shape.inner + shape.hidden,
+    }
+    return shape.layers * lora.rank * sum(sides.get(name, 0) for name in lora.target_modules or sides)
 
 
 def _copies(channel: str, engines: int) -> int:

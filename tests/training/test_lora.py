@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from headrace.errors import ConfigError, MissingExtra, RunDirError
+from headrace.estimates import adapter_parameters, model_shape
 from headrace.training.advantages import group_advantages
 from headrace.training.backends.single_device import build_single_device
 from headrace.training.batching import make_batches
@@ -151,6 +152,16 @@ def test_only_the_layers_that_are_named_get_one(tmp_path):
         attach(
             load_model(str(tmp_path / "m"), "float32"), LoraConfig(kind="adapter", target_modules=("q_proj", "gate"))
         )
+
+
+@pytest.mark.parametrize("targets", [(), ("q_proj", "down_proj")])
+def test_the_estimate_counts_what_is_trained(tmp_path, targets):
+    folder, lora = tmp_path / "m", LoraConfig(kind="adapter", rank=5, target_modules=targets)
+    model = load_model(save_tiny(folder), "float32")
+    attach(model, lora)
+    assert adapter_parameters(lora, model_shape(folder)) == sum(
+        p.numel() for p in model.parameters() if p.requires_grad
+    )
 
 
 def test_experts_routers_and_the_head_get_none(tmp_path):
