@@ -8,7 +8,7 @@ from torch import nn
 
 from headrace.errors import ConfigError
 from headrace.policies.config import PolicyConfig
-from headrace.policies.networks import Normaliser, Tanh, build_network
+from headrace.policies.networks import Convolutions, Normaliser, Tanh, build_network
 from headrace.policies.spaces import ActionSpec, Leaf, Spaces
 
 VECTOR = Leaf("obs", "vector", (3,), "float32")
@@ -39,6 +39,7 @@ def not_a_module(observations, outputs):
         (Leaf("obs", "image", (4, 84, 84), "uint8"), (4, 84, 84)),
         (Leaf("obs", "image", (12, 12, 3), "uint8"), (12, 12, 3)),
         (Leaf("obs", "image", (16, 16), "uint8"), (16, 16)),
+        (Leaf("obs", "image", (2, 16, 20, 3), "uint8"), (2, 16, 20, 3)),
         (Leaf("obs", "discrete", (2,), "int64", (3, 4), (1, 0)), (2,)),
         (Leaf("obs", "binary", (5,), "int8"), (5,)),
         (Leaf("obs", "vector", (2, 3), "float64"), (2, 3)),
@@ -114,3 +115,16 @@ def test_our_tanh_is_tanh():
     (found,) = torch.autograd.grad(ours.sum(), values)
     (expected,) = torch.autograd.grad(theirs.sum(), values)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_stacked_frames_are_channels_whichever_way_they_come():
+    def filters(leaf: Leaf, batch: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(0)
+        return Convolutions(leaf)(batch)
+
+    frames = torch.randint(256, (3, 2, 16, 20, 3), dtype=torch.uint8)
+    stacked = filters(Leaf("obs", "image", (2, 16, 20, 3), "uint8"), frames)
+    first = frames.permute(0, 1, 4, 2, 3).reshape(3, 6, 16, 20)
+    torch.testing.assert_close(stacked, filters(Leaf("obs", "image", (6, 16, 20), "uint8"), first))
+    last = first.permute(0, 2, 3, 1)
+    torch.testing.assert_close(stacked, filters(Leaf("obs", "image", (16, 20, 6), "uint8"), last))

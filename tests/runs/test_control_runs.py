@@ -67,6 +67,19 @@ def test_cartpole_is_learned_and_the_report_says_how(run):
     assert "How do the episodes go?" in report.write_html(ran.folder / "report.html").read_text()
 
 
+@pytest.mark.parametrize("recurrent", ["gru", "none"])
+def test_only_a_memory_solves_what_has_to_be_remembered(run, recurrent):
+    """The bit shown at the first step is asked for at the fourth: without a memory half of the answers are right."""
+    ran = run(
+        "cartpole", f"env.id={ENVIRONMENTS}:make_recall", "env.target_return=0.97", "env.count=32", "env.steps=16",
+        f"policy.recurrent={recurrent}", "policy.recurrent_size=16", "policy.hidden=[16]",
+        "training.steps=60", "training.epochs=2", "training.minibatches=2", "training.optimizer.lr=1e-2",
+    )  # fmt: skip
+    assert ran.code == 0
+    assert (ran.steps[-1]["reward/mean"] >= 0.97) == (recurrent == "gru")
+    assert recurrent == "gru" or ran.steps[-1]["reward/mean"] < 0.75
+
+
 def test_a_seeded_run_repeats_bit_for_bit_and_another_seed_does_not(run):
     first, again, other = (
         run("cartpole", *SMALL, *more, name=n) for n, more in [("a", []), ("b", []), ("c", ["seed=1"])]

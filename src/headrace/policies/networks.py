@@ -140,10 +140,11 @@ class Convolutions(nn.Module):
 
     def __init__(self, leaf: Leaf) -> None:
         super().__init__()
-        shape = leaf.shape if len(leaf.shape) == 3 else (1, *leaf.shape)
-        self.flat_image = len(leaf.shape) == 2
-        self.channels_last = not self.flat_image and shape[-1] < shape[0]
+        shape = leaf.shape[-3:] if len(leaf.shape) > 2 else (1, *leaf.shape)
+        self.image, self.channels_last = shape, shape[-1] < shape[0]
         channels, height, width = (shape[2], shape[0], shape[1]) if self.channels_last else shape
+        if len(leaf.shape) == 4:  # frames stacked in front count as channels
+            channels *= leaf.shape[0]
         large = min(height, width) >= 36
         sizes = ((32, 8, 4), (64, 4, 2), (64, 3, 1)) if large else ((16, 3, 1), (32, 3, 2), (64, 3, 2))
         layers: list[nn.Module] = []
@@ -161,7 +162,8 @@ class Convolutions(nn.Module):
         self.last = nn.Sequential(layer(found, self.width, math.sqrt(2)), nn.ReLU())
 
     def forward(self, values: Tensor) -> Tensor:
-        values = values[:, None] if self.flat_image else values.permute(0, 3, 1, 2) if self.channels_last else values
+        values = values.reshape(len(values), -1, *self.image)  # [B, frames, image]
+        values = (values.permute(0, 1, 4, 2, 3) if self.channels_last else values).flatten(1, 2)
         return self.last(self.layers(values.to(torch.float32) * self.scale))
 
 

@@ -18,7 +18,7 @@ PLAIN = "obs"
 class Leaf:
     """One array of an observation.
 
-    kind: vector (any Box that is no image), image ([H, W, C] or [C, H, W]), discrete (whole numbers, one or several),
+    kind: vector (any Box that is no image), image ([H, W, C], [C, H, W], or several stacked in front), discrete (whole numbers, one or several),
         binary
     shape: of one observation; sizes: how many values each number of a discrete leaf has, starts: its lowest
     """
@@ -91,8 +91,8 @@ def _leaves(name: str, space: Any) -> list[Leaf]:
 
 
 def _is_image(space: Any) -> bool:
-    """Three axes, two of them long; or two long axes of bytes."""
-    shape = space.shape
+    """Three axes, two of them long, or several such stacked; or two long axes of bytes."""
+    shape = space.shape[-3:] if len(space.shape) == 4 else space.shape
     if len(shape) == 2:
         return space.dtype == np.uint8 and min(shape) >= 8
     return len(shape) == 3 and sorted(shape)[1] >= 8
