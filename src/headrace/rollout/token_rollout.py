@@ -294,7 +294,7 @@ class TokenRollout:
         """One generation through failures and interruptions, within one budget of tokens. `sampling` and `ask` stand in
         for the run's own and for `engine.generate`."""
         ask = ask or self.engine.generate
-        sampling = sampling or replace(self.sampling, seed=member_seed(self.seed, lease.index, index, turn))
+        sampling = sampling or self.sampling.with_seed(member_seed(self.seed, lease.index, index, turn))
         attempt, failed = restarts, 0
         while True:
             request = GenerateRequest(
