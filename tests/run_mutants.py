@@ -97,7 +97,7 @@ MUTANTS = [
     Mutant(
         "members of a closed group run on",
         "orchestrator/dispatcher.py",
-        "            if not slot.fenced:\n                self._background(self._quietly(slot.proxy.abort(request.request_id)))\n",
+        "            if not slot.fenced:\n                self._background(self._quietly(slot.proxy.abort(request_id)))\n",
         "",
         ("tests/orchestrator/test_dispatcher_cancel.py",),
     ),
@@ -123,8 +123,8 @@ MUTANTS = [
     Mutant(
         "a joiner keeps the weights it came with",
         "orchestrator/weight_sync.py",
-        "            if self.ticket is not None:\n",
-        "            if False:\n",
+        "            if (ticket := self.ticket) is not None:\n",
+        "            if (ticket := None) is not None:\n",
     ),
 ]
 

@@ -82,3 +82,8 @@ def test_the_presets_page_names_every_library():
     page = (ROOT / "docs" / "presets.md").read_text(encoding="utf-8").lower().replace("-", "_")
     for name in library_names():
         assert name.partition("_")[0] in page, name
+
+
+def test_pages_are_finished():
+    for page in (ROOT / "docs").glob("*.md"):
+        assert "@@" not in page.read_text(encoding="utf-8"), page
