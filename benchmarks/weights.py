@@ -82,14 +82,12 @@ class Reader:
 
     def join(self, channel: WeightChannel, scope: str) -> None:
         self.channel = channel
-        self.held: WeightTicket | None = None
 
     def read(self, ticket: WeightTicket) -> int:
-        tensors = self.channel.read(ticket)
-        if self.held is not None:
-            self.channel.release(self.held)
-        self.held = ticket
-        return len(tensors)
+        """As an engine does: what it needs is copied before the release (that copy is not part of the sync)."""
+        count = len(self.channel.read(ticket))
+        self.channel.release(ticket)
+        return count
 
     def leave(self) -> None:
         self.channel.close()
@@ -236,14 +234,15 @@ async def lora_row(folder: str, table: dict[str, Any], rounds: int) -> str:
 
 def sparsity(model_name: str, rate: float, steps: int) -> None:
     """Train and count: the share of bfloat16 values that differ after each step, and what would travel."""
+    from transformers import AutoModelForCausalLM
+
     from headrace.config import ModelConfig
     from headrace.models.catalog import resolve_model
     from headrace.training.config import OptimizerConfig
     from headrace.training.optimizer import FlatAdamW, FlatParameters
-    from headrace.training.policy import load_model
 
     folder = resolve_model(ModelConfig(path=model_name))
-    model = load_model(str(folder), "bfloat16")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     flat = FlatParameters(model)
     optimizer = FlatAdamW(flat, OptimizerConfig(lr=rate), steps)
     generator = torch.Generator().manual_seed(0)
