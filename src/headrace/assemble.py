@@ -21,7 +21,7 @@ import msgspec
 
 from headrace.config import RunConfig, resolve
 from headrace.configbase import config_to_dict
-from headrace.errors import ConfigError, RunError, TrainingFailed
+from headrace.errors import ConfigError, MissingExtra, RunError, TrainingFailed
 from headrace.exchange.buffer import LeaseBuffer
 from headrace.exchange.config import steps_ahead
 from headrace.exchange.interruption import INTERRUPTIONS
@@ -269,6 +269,12 @@ class Assembly:
                 from headrace.orchestrator.runtimes.processes import ProcessRuntime
 
                 return ProcessRuntime(self._record(sink))
+            case "ray":
+                try:
+                    from headrace.orchestrator.runtimes.ray import RayRuntime
+                except ImportError:
+                    raise MissingExtra("ray", "ray", 'runtime = "ray"') from None
+                return RayRuntime(self._record(sink))
             case other:
                 raise ConfigError("runtime", f'found "{other}", which is not available in this version')
 
