@@ -405,7 +405,7 @@ def test_what_adapters_cannot_be_had_with(overrides: list[str], expected: str):
 
 @pytest.mark.parametrize(
     "override",
-    ["weights.channel=mesh", "runtime=ray", "training.backend=scripted"],
+    ["weights.channel=mesh", "runtime=simulated", "training.backend=scripted"],
 )
 def test_parts_that_do_not_exist_yet_say_which_do(override: str):
     line = error_of(override, "weights.interruption=hold")

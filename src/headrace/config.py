@@ -47,7 +47,7 @@ class RunConfig(Config):
     """sync: generation and training alternate; colocated: the same, on one set of devices, so that each gives its memory
     up for the other; separate: both run all the time."""
     runtime: Literal["auto", "local", "processes", "simulated", "ray"] = "auto"
-    """auto: local for sync, processes for separate."""
+    """auto: local for sync, processes for separate. ray: actors, on the cluster that RAY_ADDRESS names or one of this machine."""
     model: ModelConfig = ModelConfig()
     env: EnvConfig = EnvConfig()
     policy: PolicyConfig = PolicyConfig()
@@ -225,7 +225,7 @@ def resolve(config: RunConfig) -> RunConfig:
     depth = config.buffer.depth if config.buffer.depth != "auto" else ("none" if together else "double")
     channel = config.weights.channel
     if channel == "auto":
-        channel = "shared_memory" if runtime == "processes" else "in_process"
+        channel = "in_process" if runtime == "local" else "shared_memory"
     return replace(
         config,
         policy=resolve_policy(config),
@@ -272,7 +272,7 @@ def available() -> dict[str, tuple[str, ...]]:
 
     return {
         "placement": ("sync", "colocated", "separate"),
-        "runtime": ("local", "processes"),
+        "runtime": ("local", "processes", "ray"),
         "buffer.store": stores,
         "weights.channel": channels,
         "training.backend": ("single_device",),
@@ -353,9 +353,10 @@ def _check_flow(config: RunConfig) -> None:
         raise ConfigError(
             "staleness.cancel_group", "found true without staleness.max_version_lag, which says how old is too old"
         )
-    if config.runtime == "processes" and weights.channel == "in_process":
+    if config.runtime in ("processes", "ray") and weights.channel == "in_process":
         raise ConfigError(
-            "weights.channel", 'found "in_process" with runtime = "processes"; use shared_memory, or runtime = "local"'
+            "weights.channel",
+            f'found "in_process" with runtime = "{config.runtime}"; use shared_memory, or runtime = "local"',
         )
 
 

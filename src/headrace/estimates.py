@@ -107,7 +107,7 @@ def memory_parts(config: RunConfig, shape: ModelShape, prompt_tokens: int) -> di
     answers = config.group.size * config.rollout.sampling.max_tokens
     tokens = min(training.micro_tokens, training.groups // training.minibatches * (prompt_tokens + answers))
     activations = tokens * 4 * (kept_layers * per_token + shape.layers * shape.hidden)
-    processes = 2 + engines if config.runtime == "processes" else 1
+    processes = 2 + engines if config.runtime in ("processes", "ray") else 1
     lora = training.lora.kind
     # Adapters are float32 whatever the base is, and the base itself is the reference.
     adapters = 4 * adapter_parameters(training.lora, shape) if lora != "off" else 0

@@ -101,10 +101,25 @@ def build_wrongly(context: WorkerContext, kind: str) -> Part:
     raise ZeroDivisionError("the model is empty")
 
 
-@pytest.fixture(params=["local", "processes"])
+@pytest.fixture(scope="module")
+def cluster():
+    """One Ray for all tests of it: to start one takes seconds, and gigabytes while it lives."""
+    ray = pytest.importorskip("ray")
+    ray.init(num_cpus=2, include_dashboard=False, configure_logging=False, log_to_driver=False)
+    yield ray
+    ray.shutdown()
+
+
+@pytest.fixture(params=["local", "processes", pytest.param("ray", marks=pytest.mark.slow)])
 async def runtime(request):
     events: list[Event] = []
-    opened = LocalRuntime(events.append) if request.param == "local" else ProcessRuntime(events.append)
+    if request.param == "ray":
+        request.getfixturevalue("cluster")
+        from headrace.orchestrator.runtimes.ray import RayRuntime
+
+        opened = RayRuntime(events.append)
+    else:
+        opened = {"local": LocalRuntime, "processes": ProcessRuntime}[request.param](events.append)
     opened.events = events
     yield opened
     await opened.close()

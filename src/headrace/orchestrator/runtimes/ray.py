@@ -11,6 +11,7 @@ import contextlib
 import inspect
 import itertools
 import os
+import secrets
 import sys
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -51,6 +52,7 @@ class RayRuntime:
         self._start()
         threads = dict.fromkeys(_THREAD_VARIABLES, str(resources.threads)) if resources.threads else {}
         actor = _Part.options(  # type: ignore[attr-defined]
+            name=f"{name} {secrets.token_hex(4)}",
             num_cpus=resources.threads if self._joined else 0,
             num_gpus=resources.gpus,
             max_concurrency=CALLS_AT_ONCE,
