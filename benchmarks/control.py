@@ -1,4 +1,4 @@
-"""CartPole with learning: steps a second of `headrace run ppo_sync` beside a hand-written torch PPO loop of the same size.
+"""CartPole with learning: steps a second of `headrace run ppo_sync` (with one update a batch) beside a hand-written torch PPO loop of the same size.
 
     python benchmarks/control.py --rounds 3
 
@@ -35,7 +35,13 @@ def measure_headrace(batches: int, threads: int, extra: list[str]) -> dict[str, 
         marks.append((time.perf_counter(), time.process_time(), report.metrics["batch/steps"].mean))
 
     Narrator.step = marked
-    words = [f"training.steps={batches}", "env.target_return=none", f"training.threads={threads}"]
+    words = [
+        f"training.steps={batches}",
+        "training.epochs=1",
+        "training.minibatches=1",
+        "env.target_return=none",
+        f"training.threads={threads}",
+    ]
     words += [f"rollout.engine.threads={threads}", 'observability.sinks=["jsonl"]', *extra]
     config = resolve(load_config("ppo_sync", words))
     with tempfile.TemporaryDirectory() as folder:
