@@ -192,3 +192,10 @@ def test_control_shows_its_environment_and_policy(capsys):
     out = capsys.readouterr().out
     assert "2 trajectories of 64 x 32 steps make a batch of 4,096 steps" in out
     assert "shows obs: vector [4] float32" in out and "takes discrete [] of 2 choices" in out
+
+
+def test_a_config_for_clients_needs_no_prompts_and_says_what_it_understands(model, capsys):
+    code, shown, _ = page(model, capsys, "rollout.source=http", "reward.functions=[]", 'tasks.source=""')
+    assert code == 0
+    assert "from clients of the HTTP API" in shown and "clients post scores" in shown
+    assert "/v1/completions only" in shown, "tiny has no chat template"

@@ -361,6 +361,12 @@ def test_the_product_of_the_axes_is_refused_exactly_where_the_design_says(interr
         (["rollout.sampling.temperature=0"], "rollout.sampling.temperature: found 0 (greedy)"),
         (["evaluation.every_steps=5"], "evaluation.every_steps: found 5 without evaluation.source"),
         (["weights.channel=in_process"], 'weights.channel: found "in_process" with runtime = "processes"'),
+        (["tasks.source=clients"], 'tasks.source: found "clients", which goes with rollout.source = "http"'),
+        (
+            ["rollout.source=http", "weights.interruption=abort", "weights.partial=restart"],
+            'weights.partial: found "restart" with rollout.source',
+        ),
+        (["rollout.source=http", "rollout.function=own.py:twice"], "rollout.function: found with rollout.source"),
         (["name=a/b"], 'name: found "a/b"'),
         (["tasks.source="], "tasks.source: missing"),
         (["model.path="], "model.path: missing"),
