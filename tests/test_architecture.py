@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -181,3 +182,9 @@ def test_reading_a_config_loads_no_heavy_package():
 
 def test_types_and_protocols_load_numpy_alone():
     assert not loaded_by("import headrace.types, headrace.protocols") & {*HEAVY, "msgspec", "rich"}
+
+
+def test_test_files_have_names_of_their_own():
+    """pytest imports them by their bare name: a second one of a name stops the collection of all."""
+    names = Counter(path.name for path in Path(__file__).parent.rglob("test_*.py"))
+    assert [name for name, found in names.items() if found > 1] == []
