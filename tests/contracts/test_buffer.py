@@ -18,7 +18,8 @@ def store(request, tmp_path):
     if request.param == "replay":
         yield ReplayStore(1000)
         return
-    made = open_store(request.param, 0, str(tmp_path / "store"))
+    server = request.getfixturevalue("redis_server").url if request.param == "redis" else ""
+    made = open_store(request.param, 0, str(tmp_path / "store"), server)
     yield made
     made.close()
 
