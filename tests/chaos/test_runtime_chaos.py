@@ -217,13 +217,11 @@ CONTROLLER = """
             return os.getpid()
 
     async def main():
-        import torch  # here: workers import this script, too
         from headrace.exchange.channels import open_channel
         runtime = ProcessRuntime(lambda event: None)
         channel = open_channel("shared_memory")
         parts = await asyncio.gather(
             runtime.spawn("trainer", Part, channel), runtime.spawn("engine-0", Part), runtime.spawn("engine-1", Part))
-        channel.publish([("w", torch.ones(1_000_000))], 1)
         await parts[0].publish()
         blocked = asyncio.create_task(parts[1].block())
         await asyncio.sleep(0.2)
