@@ -157,7 +157,7 @@ def test_batch_arithmetic_in_words():
         )
     )
     text = "\n".join(batch_arithmetic(config))
-    assert "8 groups of 16 answers: 128 samples of at most 8 tokens" in text
+    assert "8 groups of 16 answers: 128 samples of at most 6 tokens" in text
     assert "Rollout may run 3 batches ahead: 34 groups are held at most" in text
     assert "more than 1 version old are dropped" in text
     sync = "\n".join(batch_arithmetic(resolve(load_config("quickstart", ["placement=sync"]))))
