@@ -79,15 +79,44 @@ def views(memory: torch.Tensor, layout: Layout) -> dict[str, torch.Tensor]:
 
 
 def fill(memory: torch.Tensor, layout: Layout, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Copy the tensors to their places in memory [capacity] uint8."""
+    """Copy the tensors to their places in memory [capacity] uint8.
+
+    Neighbours in one storage that are neighbours at their places too (parameters that are views of one flat tensor) go in
+    one copy: the C library's copy of some hundred MB runs at the speed of memory, one of each tensor at 0.8 of it.
+    """
     targets = views(memory, layout)
+    run: _Run | None = None
     for name, tensor in tensors:
         source, target = tensor.detach(), targets[name]
-        if source.device.type == "cpu" and source.is_contiguous() and not source.is_conj() and not source.is_neg():
-            # the C library's copy can stream past the caches, which torch's own loop cannot
-            ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
-        else:
+        size = source.numel() * source.element_size()
+        if size == 0:
+            continue
+        if source.device.type != "cpu" or not source.is_contiguous() or source.is_conj() or source.is_neg():
             target.copy_(source)
+            continue
+        storage, place, start = source.untyped_storage().data_ptr(), target.data_ptr(), source.data_ptr()
+        if run is not None and run.storage == storage and start - run.source == place - run.target >= run.bytes:
+            run.bytes = start - run.source + size
+            continue
+        if run is not None:
+            run.copy()
+        run = _Run(storage, place, start, size)
+    if run is not None:
+        run.copy()
+
+
+@dataclass(slots=True)
+class _Run:
+    """Addresses and length of bytes that stand together in one storage and shall do so in the layout."""
+
+    storage: int
+    target: int
+    source: int
+    bytes: int
+
+    def copy(self) -> None:
+        # It can stream past the caches, which torch's own loop cannot.
+        ctypes.memmove(self.target, self.source, self.bytes)
 
 
 def checksum(memory: torch.Tensor, layout: Layout, version: int, policy: str) -> str:
