@@ -410,6 +410,21 @@ def test_what_adapters_cannot_be_had_with(overrides: list[str], expected: str):
 
 
 @pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["env.id=sim:CartPole-v1", "env.frame_stack=4"], "env.frame_stack: found 4 with 'sim:CartPole-v1'"),
+        (["env.id=envpool:Pong-v5", "env.autoreset=disabled"], 'env.autoreset: found "disabled"'),
+        (
+            ["env.id=CartPole-v1", "policy.recurrent=gru", "env.count=2", "training.groups=1", "training.minibatches=4"],
+            "training.minibatches: found 4 with policy.recurrent",
+        ),
+    ],
+)
+def test_what_control_would_silently_ignore_is_refused(overrides: list[str], expected: str):
+    assert expected in error_of(*overrides)
+
+
+@pytest.mark.parametrize(
     "override",
     ["weights.channel=mesh", "runtime=simulated", "training.backend=scripted"],
 )

@@ -564,6 +564,22 @@ def _check_control(config: RunConfig, only: Only | None) -> None:
         raise ConfigError("policy.recurrent", "found with policy.network; a module of your own has no memory yet")
     if (env.frame_skip > 1 or env.frame_stack > 1) and env.mode == "vector_entry_point":
         raise ConfigError("env.mode", 'found "vector_entry_point" with frame_skip or frame_stack; use sync or async')
+    batched = env.id.startswith(("sim:", "envpool:"))
+    for name in ("frame_skip", "frame_stack"):
+        if batched and getattr(env, name) > 1:
+            raise ConfigError(
+                f"env.{name}", f"found {getattr(env, name)} with {env.id!r}, which makes whole vectors; use 1"
+            )
+    if batched and (env.mode, env.autoreset) != ("auto", "auto"):
+        key = "mode" if env.mode != "auto" else "autoreset"
+        raise ConfigError(f"env.{key}", f'found "{getattr(env, key)}" with {env.id!r}, which has its own; use auto')
+    parts = env.count * config.training.groups
+    if policy.recurrent != "none" and config.training.minibatches > parts:
+        raise ConfigError(
+            "training.minibatches",
+            f"found {config.training.minibatches} with policy.recurrent, whose batches are cut between environments: use at "
+            f"most env.count * training.groups = {parts}",
+        )
     if env.device != "cpu" and not stays_on_device(config):
         raise ConfigError(
             "env.device",
