@@ -12,7 +12,7 @@ from typing import Any, get_args
 import msgspec
 import tomli_w
 
-from headrace.config import RunConfig, preset_names
+from headrace.config import RunConfig, available, preset_names
 from headrace.configbase import Config, describe, field_types, is_config
 
 TARGET = Path(__file__).parent.parent / "docs" / "config.md"
@@ -59,6 +59,13 @@ def default_of(field: Any) -> str:
     return f"`{' '.join(text.split()).replace('[ ', '[').replace(',]', ']').replace(', ]', ']')}`"
 
 
+def unbuilt(annotation: Any, path: str) -> str:
+    """Which of the choices are designed but refused so far."""
+    built = available().get(path)
+    missing = [choice for choice in get_args(annotation) if choice not in (*(built or ()), "auto")] if built else []
+    return f" Not built yet: {', '.join(missing)}." if missing else ""
+
+
 def table(struct: type[Config], path: str) -> list[str]:
     """The lines of one struct and of those inside it."""
     types, docs = field_types(struct), field_docs(struct)
@@ -71,7 +78,7 @@ def table(struct: type[Config], path: str) -> list[str]:
         if item is not None:
             inner.append((item, below if item is annotation else f"[{below}]"))
             continue
-        meaning = " ".join(docs[field.name].split()).replace("|", "\\|")
+        meaning = " ".join(docs[field.name].split()).replace("|", "\\|") + unbuilt(annotation, below)
         rows.append(f"| `{field.name}` | {describe(annotation)} | {default_of(field)} | {meaning} |")
     about = inspect.cleandoc(struct.__doc__ or "")
     about = about.partition("]:")[2].strip() if about.startswith("[") else about
