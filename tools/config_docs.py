@@ -59,11 +59,11 @@ def default_of(field: Any) -> str:
     return f"`{' '.join(text.split()).replace('[ ', '[').replace(',]', ']').replace(', ]', ']')}`"
 
 
-def unbuilt(annotation: Any, path: str) -> str:
-    """Which of the choices are designed but refused so far."""
+def refused(annotation: Any, path: str) -> str:
+    """Which of the choices are named in the design but refused in a run."""
     built = available().get(path)
     missing = [choice for choice in get_args(annotation) if choice not in (*(built or ()), "auto")] if built else []
-    return f" Not built yet: {', '.join(missing)}." if missing else ""
+    return f" Refused so far: {', '.join(missing)}." if missing else ""
 
 
 def table(struct: type[Config], path: str) -> list[str]:
@@ -78,7 +78,7 @@ def table(struct: type[Config], path: str) -> list[str]:
         if item is not None:
             inner.append((item, below if item is annotation else f"[{below}]"))
             continue
-        meaning = " ".join(docs[field.name].split()).replace("|", "\\|") + unbuilt(annotation, below)
+        meaning = " ".join(docs[field.name].split()).replace("|", "\\|") + refused(annotation, below)
         rows.append(f"| `{field.name}` | {describe(annotation)} | {default_of(field)} | {meaning} |")
     about = inspect.cleandoc(struct.__doc__ or "")
     about = about.partition("]:")[2].strip() if about.startswith("[") else about
