@@ -20,7 +20,7 @@ class AdvantageConfig(Config):
     kind: Literal["grpo", "dr_grpo", "leave_one_out"] = "grpo"
     """grpo: (r - mean) / (std + eps); dr_grpo: r - mean; leave_one_out: r - mean of the others."""
     function: str = ""
-    """`package.module:function` to use in place of `kind`: a group's rewards [E] and this table -> advantages [E]."""
+    """`pkg.module:function` or `file.py:function` to use in place of `kind`: a group's rewards [E] and this table -> advantages [E]."""
     eps: Annotated[float, Meta(gt=0)] = 1e-6
     """Added to the standard deviation."""
     drop_zero_variance: bool = False
@@ -36,7 +36,7 @@ class LossConfig(Config):
     kind: Literal["clipped", "reinforce"] = "clipped"
     """clipped: the surrogate of PPO and GRPO; reinforce: -advantage * log-probability."""
     function: str = ""
-    """`package.module:function` to use in place of `kind`: LossInputs -> LossOutputs (see training/losses.py)."""
+    """`pkg.module:function` or `file.py:function` to use in place of `kind`: LossInputs -> LossOutputs (see training/losses.py)."""
     clip_low: Ratio = 0.2
     """The ratio is clipped at 1 - clip_low."""
     clip_high: Ratio = 0.28
