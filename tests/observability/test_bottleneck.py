@@ -106,3 +106,12 @@ def test_of_two_that_work_side_by_side_the_one_that_never_rests_is_named():
     slow_scoring = flow_events(Delays(generate_s=1.8, score_s=2.4, train_s=0.5), steps=30)
     assert find_bottleneck(quick_scoring).part == "engine"
     assert find_bottleneck(slow_scoring).part == "reward"
+
+
+@pytest.mark.parametrize("delays", [Delays(generate_s=2.0, train_s=0.5), Delays(generate_s=0.3, train_s=2.0)])
+def test_advice_for_control_names_keys_that_control_reads(delays):
+    verdict = find_bottleneck(flow_events(delays), {"placement": "separate", "env": {"id": "CartPole-v1"}})
+    words = f"{verdict.sentence} {' '.join(verdict.change)}"
+    assert verdict.part in ("engine", "trainer")
+    assert not any(key in words for key in ("max_tokens", "micro_tokens", "generation", "Generation"))
+    assert verdict.change[-1] in ("env.count", "training.epochs")

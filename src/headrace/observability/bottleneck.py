@@ -165,7 +165,7 @@ def find_bottleneck(
         case "reward":
             sentence, change = _reward(shares)
         case "trainer":
-            sentence, change = _trainer(shares)
+            sentence, change = _trainer(shares, setting)
         case "weight sync":
             sentence, change = _sync(shares, setting)
         case "admission":
@@ -203,20 +203,23 @@ def _engine_names(shares: Shares) -> str:
 
 
 def _engine(shares: Shares, setting: Setting) -> Advice:
-    change = ("rollout.engine.count", "rollout.engine.threads", "rollout.sampling.max_tokens")
+    work, lighter = "Generation", "lower rollout.sampling.max_tokens"
+    if setting("env.id"):
+        work, lighter = "Stepping", "raise env.count, so that one pass of the policy serves more environments"
+    change = ("rollout.engine.count", "rollout.engine.threads", lighter.split(",")[0].split()[-1])
     if shares.overlap < OVERLAPPED:
-        remedy = "raise rollout.engine.threads or lower rollout.sampling.max_tokens"
+        remedy = f"raise rollout.engine.threads or {lighter}"
         if setting("placement") == "sync":
             return (
-                f"Generation and training alternate, and {percent(shares.held['engine'])} of the time went to generation "
-                f"against {percent(shares.held['trainer'])} to training: generation is the bottleneck; {remedy}, or let "
+                f"{work} and training alternate, and {percent(shares.held['engine'])} of the time went to {work.lower()} "
+                f"against {percent(shares.held['trainer'])} to training: {work.lower()} is the bottleneck; {remedy}, or let "
                 'them overlap with placement = "separate".',
                 (*change[1:], "placement"),
             )
     return (
         f"The trainer waited {percent(shares.waits['wait_batch'])} of the time for samples while {_engine_names(shares)} "
-        f"busy {percent(shares.busy['engine'])}: generation is the bottleneck; raise rollout.engine.count or "
-        "rollout.engine.threads, or lower rollout.sampling.max_tokens.",
+        f"busy {percent(shares.busy['engine'])}: {work.lower()} is the bottleneck; raise rollout.engine.count or "
+        f"rollout.engine.threads, or {lighter}.",
         change,
     )
 
@@ -231,12 +234,13 @@ def _reward(shares: Shares) -> Advice:
     )
 
 
-def _trainer(shares: Shares) -> Advice:
+def _trainer(shares: Shares, setting: Setting) -> Advice:
+    larger = "training.threads" if setting("env.id") else "training.threads or training.micro_tokens"
     return (
         f"The trainer was busy {percent(shares.busy['trainer'])} of the time and waited for samples only "
         f"{percent(shares.waits['wait_batch'])}, while {_engine_names(shares)} busy {percent(shares.busy['engine'])}: "
-        "training is the bottleneck; raise training.threads or training.micro_tokens, or lower training.epochs.",
-        ("training.threads", "training.micro_tokens", "training.epochs"),
+        f"training is the bottleneck; raise {larger}, or lower training.epochs.",
+        (*larger.split(" or "), "training.epochs"),
     )
 
 
