@@ -17,6 +17,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,7 +190,7 @@ class Child:
                 "VLLM_LOGGING_LEVEL": "ERROR",
             }
         self.kind = kind
-        self.log = open(f"/tmp/headrace-bench-{kind}.log", "w")  # noqa: SIM115
+        self.log = open(Path(tempfile.gettempdir()) / f"headrace-bench-{kind}.log", "w")  # noqa: SIM115
         command = [python, __file__, "--serve", kind, "--model", model, "--threads", str(threads)]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True, env=environment
