@@ -216,7 +216,8 @@ def test_presets_are_listed_with_what_they_are(monkeypatch, capsys):
     out = capsys.readouterr().out.splitlines()
     assert any(line.split()[:1] == ["quickstart"] and "SmolLM2" in line for line in out)
     (verl,) = [line.split() for line in out if line.split()[:1] == ["verl"]]
-    assert verl[1:3] == ["separate", "ray*"] and verl[-1] == "fsdp2*", "each axis, and a mark at what is not here"
+    assert verl[1] == "separate" and verl[2] in ("ray", "ray*"), "marked where ray is not installed"
+    assert verl[-1] == "fsdp2*", "each axis, and a mark at what is not here"
 
 
 def test_help_is_quick():
