@@ -415,7 +415,13 @@ def test_what_adapters_cannot_be_had_with(overrides: list[str], expected: str):
         (["env.id=sim:CartPole-v1", "env.frame_stack=4"], "env.frame_stack: found 4 with 'sim:CartPole-v1'"),
         (["env.id=envpool:Pong-v5", "env.autoreset=disabled"], 'env.autoreset: found "disabled"'),
         (
-            ["env.id=CartPole-v1", "policy.recurrent=gru", "env.count=2", "training.groups=1", "training.minibatches=4"],
+            [
+                "env.id=CartPole-v1",
+                "policy.recurrent=gru",
+                "env.count=2",
+                "training.groups=1",
+                "training.minibatches=4",
+            ],
             "training.minibatches: found 4 with policy.recurrent",
         ),
     ],

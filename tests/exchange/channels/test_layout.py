@@ -59,7 +59,15 @@ def test_views_of_one_flat_tensor_go_in_one_copy(copies):
         [(f"twice{i}", t) for i, t in enumerate([torch.arange(40.0)] * 2)],
         [],
     ],
-    ids=["turned round", "no borders", "two storages", "bfloat16", "transposed, empty, scalar", "one tensor twice", "none"],
+    ids=[
+        "turned round",
+        "no borders",
+        "two storages",
+        "bfloat16",
+        "transposed, empty, scalar",
+        "one tensor twice",
+        "none",
+    ],
 )
 def test_every_tensor_arrives_whatever_it_is_a_view_of(named):
     filled(named)
