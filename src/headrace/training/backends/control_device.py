@@ -47,18 +47,6 @@ class ControlDevice(PolicyDevice):
     """A policy with its value function and optimiser. `update` is a whole batch's work in one call, so that a trainer in
     another process is sent each batch once; it is made of the same parts as the calls of every `TrainBackend`."""
 
-    def __init__(
-        self,
-        context: WorkerContext,
-        training: TrainingConfig,
-        algorithm: AlgorithmConfig,
-        policy: PolicyConfig,
-        channel: WeightChannel | None,
-        seed: int,
-    ) -> None:
-        super().__init__(context, channel)
-        self._training, self._algorithm, self._policy, self._seed = training, algorithm, policy, seed
-
     async def begin(self, spaces: Spaces) -> None:
         """Build the network. Called once, before anything else."""
         self._build(spaces, "cpu")

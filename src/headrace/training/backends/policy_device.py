@@ -12,8 +12,10 @@ import numpy as np
 from torch import nn
 
 from headrace.errors import ConfigError
+from headrace.policies.config import PolicyConfig
 from headrace.protocols import WeightChannel, WorkerContext
 from headrace.training import checkpoint_folder
+from headrace.training.config import AlgorithmConfig, TrainingConfig
 from headrace.types import Event, WeightTicket
 
 WEIGHTS = "policy.safetensors"
@@ -24,8 +26,17 @@ class PolicyDevice:
 
     _network: nn.Module
 
-    def __init__(self, context: WorkerContext, channel: WeightChannel | None) -> None:
+    def __init__(
+        self,
+        context: WorkerContext,
+        training: TrainingConfig,
+        algorithm: AlgorithmConfig,
+        policy: PolicyConfig,
+        channel: WeightChannel | None,
+        seed: int,
+    ) -> None:
         self._context, self._channel = context, channel
+        self._training, self._algorithm, self._policy, self._seed = training, algorithm, policy, seed
         self._version = -1
 
     async def publish(self, version: int) -> WeightTicket:

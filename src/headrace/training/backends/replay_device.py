@@ -36,18 +36,6 @@ def build_replay_device(
 class ReplayDevice(PolicyDevice):
     """The networks and optimisers of `training.off_policy`, called one draw at a time."""
 
-    def __init__(
-        self,
-        context: WorkerContext,
-        training: TrainingConfig,
-        algorithm: AlgorithmConfig,
-        policy: PolicyConfig,
-        channel: WeightChannel | None,
-        seed: int,
-    ) -> None:
-        super().__init__(context, channel)
-        self._training, self._algorithm, self._policy, self._seed = training, algorithm, policy, seed
-
     async def begin(self, spaces: Spaces) -> None:
         """Build the networks. Called once, before anything else."""
         kind = OFF_POLICY[self._algorithm.kind]
