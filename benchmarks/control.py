@@ -23,9 +23,9 @@ COUNT, STEPS, WARMUP = 1024, 32, 5
 
 def measure_headrace(batches: int, threads: int, extra: list[str]) -> dict[str, float]:
     """The preset, through assembly, ledger, weight sync and recording, as `headrace run` does it."""
-    from headrace.assemble import run
     from headrace.config import load_config, resolve
     from headrace.orchestrator.narrator import Narrator
+    from headrace.session import run
 
     marks: list[tuple[float, float, float]] = []
     step = Narrator.step

@@ -26,10 +26,12 @@ RANKS = {
     **dict.fromkeys(("models", "orchestrator"), 5),
     "estimates": 6,
     **dict.fromkeys(("assemble_clients", "assemble_control"), 7),
-    **dict.fromkeys(("assemble", "check"), 8),
-    "simulation": 9,
-    "comparison": 10,
-    "cli": 11,
+    "assemble_tokens": 8,
+    **dict.fromkeys(("assemble", "check"), 9),
+    "session": 10,
+    "simulation": 11,
+    "comparison": 12,
+    "cli": 13,
 }
 UPWARDS = {("config", "orchestrator.config")}
 """The one exception: the join of all configs reads the orchestrator's too, which imports nothing but the base."""

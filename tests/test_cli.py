@@ -24,7 +24,7 @@ def here(tmp_path: Path, monkeypatch) -> Path:
 
 @pytest.fixture
 def started(monkeypatch) -> list[dict]:
-    """Puts a recorder in the place of `headrace.assemble`, and gives the calls it got."""
+    """Puts a recorder in the place of `headrace.session`, and gives the calls it got."""
     calls: list[dict] = []
 
     def run(config, run_dir, *, only=None, resume=False, display=None, samples=None, token="") -> int:
@@ -34,14 +34,14 @@ def started(monkeypatch) -> list[dict]:
         return 0
 
     run.raises = None
-    module = types.ModuleType("headrace.assemble")
+    module = types.ModuleType("headrace.session")
     module.run = run
-    monkeypatch.setitem(sys.modules, "headrace.assemble", module)
+    monkeypatch.setitem(sys.modules, "headrace.session", module)
     return calls
 
 
 def fail_with(error: Exception) -> None:
-    sys.modules["headrace.assemble"].run.raises = error
+    sys.modules["headrace.session"].run.raises = error
 
 
 def call(monkeypatch, *words: str) -> int:
@@ -140,7 +140,7 @@ def test_a_user_error_after_something_was_written_keeps_the_folder(here, started
         (run_dir / "metrics.jsonl").write_text("{}")
         raise UserError("late")
 
-    monkeypatch.setattr(sys.modules["headrace.assemble"], "run", run)
+    monkeypatch.setattr(sys.modules["headrace.session"], "run", run)
     assert call(monkeypatch, "run", "tiny") == 2
     assert sorted(file.name for file in Path("runs/tiny").iterdir()) == ["config.toml", "metrics.jsonl"]
 
@@ -160,7 +160,7 @@ def test_a_bug_is_a_traceback(here, started, monkeypatch):
 
 
 def test_the_runs_own_exit_code_is_handed_on(here, started, monkeypatch):
-    monkeypatch.setattr(sys.modules["headrace.assemble"], "run", lambda *_, **__: 130)
+    monkeypatch.setattr(sys.modules["headrace.session"], "run", lambda *_, **__: 130)
     assert call(monkeypatch, "run", "tiny") == 130
 
 

@@ -6,31 +6,62 @@ Buffer, ledger, dispatcher, weight sync, channels, controller and narrator are t
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from headrace.config import RunConfig, stays_on_device
 from headrace.exchange.buffer import LeaseBuffer
 from headrace.exchange.replay import ReplayBuffer
-from headrace.orchestrator.checkpoint import Restored
-from headrace.orchestrator.dispatcher import Dispatcher, EngineSlot
+from headrace.orchestrator.dispatcher import EngineSlot
 from headrace.orchestrator.learner import ControlLearner, TensorLearner
-from headrace.orchestrator.parts import Parts
-from headrace.protocols import Resources, Runtime
+from headrace.orchestrator.parts import Flow, Parts, RunOrder
+from headrace.protocols import Resources, Store, TaskSource
 from headrace.rollout.control_rollout import ControlRollout, build_actor
+from headrace.rollout.sources.trajectories import TrajectorySource
 from headrace.types import Trajectory
 
 
-async def control_parts(
-    config: RunConfig,
-    runtime: Runtime,
-    dispatcher: Dispatcher,
-    channel: Any,
-    restored: Restored | None,
-    buffer: LeaseBuffer,
-) -> Parts:
-    """Actors say what their environments show and take; the trainer builds its network from that."""
+class ControlWork:
+    def __init__(self, order: RunOrder) -> None:
+        self.config = order.config
+
+    async def open_source(self) -> TaskSource:
+        return TrajectorySource(self.config.env.id)
+
+    def replay(self) -> tuple[Callable[..., LeaseBuffer], Store] | None:
+        if self.config.algorithm.kind not in ("dqn", "sac"):
+            return None
+        from headrace.exchange.stores.replay import ReplayStore
+
+        replay = self.config.replay
+        store = ReplayStore(replay.capacity, exponent=replay.priority, seed=self.config.seed)
+        return partial(ReplayBuffer, save=replay.save), store
+
+    async def parts(self, flow: Flow) -> Parts:
+        """Actors say what their environments show and take; the trainer builds its network from that."""
+        config = self.config
+        spawn = actor_spawner(config, flow)
+        names = [f"engine-{n}" for n in range(config.rollout.engine.count)]
+        backend, *slots = await asyncio.gather(spawn_trainer(config, flow), *(spawn(name) for name in names))
+        await backend.begin(await slots[0].proxy.describe())
+        if flow.restored is not None:
+            await backend.load(str(flow.restored.model_folder))
+        for slot in slots:
+            flow.dispatcher.join(slot)
+        return Parts(
+            rollout=ControlRollout(flow.dispatcher, retries=config.group.retries, incarnation=flow.buffer.incarnation),
+            learner=learner(config, backend, flow.buffer),
+            spawn_engine=spawn,
+            backend=backend,
+            describe=describe_trajectory,
+            names=("episodes", "steps", "trajectories"),
+        )
+
+
+def actor_spawner(config: RunConfig, flow: Flow) -> Callable[[str], Awaitable[EngineSlot]]:
     # Environments of a restored run begin new episodes: with the old seeds they would repeat those of the start.
-    arguments = (config.env, config.policy, channel, config.seed + 7919 * buffer.incarnation)
+    arguments = (config.env, config.policy, flow.channel, config.seed + 7919 * flow.buffer.incarnation)
 
     build: Any = build_actor
     if config.env.workers:
@@ -40,26 +71,12 @@ async def control_parts(
 
     async def spawn(name: str) -> EngineSlot:
         resources = Resources(threads=config.rollout.engine.threads)
-        return EngineSlot(name, await runtime.spawn(name, build, *arguments, resources=resources))
+        return EngineSlot(name, await flow.runtime.spawn(name, build, *arguments, resources=resources))
 
-    names = [f"engine-{n}" for n in range(config.rollout.engine.count)]
-    backend, *slots = await asyncio.gather(_trainer(config, runtime, channel), *(spawn(name) for name in names))
-    await backend.begin(await slots[0].proxy.describe())
-    if restored is not None:
-        await backend.load(str(restored.model_folder))
-    for slot in slots:
-        dispatcher.join(slot)
-    return Parts(
-        rollout=ControlRollout(dispatcher, retries=config.group.retries, incarnation=buffer.incarnation),
-        learner=_learner(config, backend, buffer),
-        spawn_engine=spawn,
-        backend=backend,
-        describe=describe_trajectory,
-        names=("episodes", "steps", "trajectories"),
-    )
+    return spawn
 
 
-def _learner(config: RunConfig, backend: Any, buffer: LeaseBuffer) -> ControlLearner:
+def learner(config: RunConfig, backend: Any, buffer: LeaseBuffer) -> ControlLearner:
     if isinstance(buffer, ReplayBuffer):
         from headrace.orchestrator.replay_learner import ReplayLearner
 
@@ -68,7 +85,7 @@ def _learner(config: RunConfig, backend: Any, buffer: LeaseBuffer) -> ControlLea
     return kind(backend, config.algorithm.gamma, config.env.target_return)
 
 
-async def _trainer(config: RunConfig, runtime: Runtime, channel: Any) -> Any:
+async def spawn_trainer(config: RunConfig, flow: Flow) -> Any:
     more: tuple[Any, ...] = ()
     match config.algorithm.kind:
         case "dqn" | "sac":
@@ -79,13 +96,13 @@ async def _trainer(config: RunConfig, runtime: Runtime, channel: Any) -> Any:
             more = (config.env.device,)
         case _:
             from headrace.training.backends.control_device import build_control_device as build
-    return await runtime.spawn(
+    return await flow.runtime.spawn(
         "trainer",
         build,
         config.training,
         config.algorithm,
         config.policy,
-        channel,
+        flow.channel,
         config.seed,
         *more,
         resources=Resources(threads=config.training.threads),

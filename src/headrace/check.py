@@ -197,11 +197,9 @@ def _check_memory(
 
 def end_tokens(folder: Path, tokenizer: Any, added: Sequence[int]) -> list[int]:
     """The ids that end an answer: the tokenizer's, the model's own, and the config's."""
-    found = [tokenizer.eos_token_id]
-    for name in ("generation_config.json", "config.json"):
-        if (folder / name).is_file():
-            named = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
-            found += named if isinstance(named, list) else [named]
+    from headrace.rollout.engines.models import named_end_ids
+
+    found = [tokenizer.eos_token_id, *named_end_ids(folder)]
     return list(dict.fromkeys(end for end in (*found, *added) if end is not None))
 
 

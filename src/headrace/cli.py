@@ -1,4 +1,4 @@
-"""Turns a command line into calls of assemble, check and report, and their errors into one line and an exit code."""
+"""Turns a command line into calls of session, check and report, and their errors into one line and an exit code."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ def _run(
     # (imports are full of them) makes the interpreter end by the signal even if it is caught.
     before = signal.signal(signal.SIGINT, _leave)
     try:
-        from headrace.assemble import run as start
+        from headrace.session import run as start
 
         code = start(config, run_dir, only=only, resume=resume, display=display, samples=samples, token=token)
         return code

@@ -49,13 +49,19 @@ def read_facts(folder: str, context_length: int = 0) -> ModelFacts:
     if context_length > own:
         raise ModelError(f"rollout.engine.context_length: {context_length} is beyond the model's own limit of {own}")
     tokenizer = _tokenizer(folder)
-    ends = [*_ids(getattr(text, "eos_token_id", None))]
-    generation = Path(folder) / "generation_config.json"
-    if generation.is_file():
-        ends += _ids(json.loads(generation.read_text()).get("eos_token_id"))
+    ends = [*_ids(getattr(text, "eos_token_id", None)), *named_end_ids(Path(folder))]
     ends += _ids(getattr(tokenizer, "eos_token_id", None))
     mark = hashlib.sha256((Path(folder) / "config.json").read_bytes()).hexdigest()
     return ModelFacts(text.vocab_size, context_length or own, tuple(dict.fromkeys(ends)), tokenizer, mark)
+
+
+def named_end_ids(folder: Path) -> tuple[int, ...]:
+    """All end tokens that the model's own files name."""
+    ends: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        if (folder / name).is_file():
+            ends += _ids(json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id"))
+    return tuple(dict.fromkeys(ends))
 
 
 def load_model(folder: str, dtype: str, attention: str) -> Any:
