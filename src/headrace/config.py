@@ -647,14 +647,11 @@ def _warnings(config: RunConfig) -> list[str]:
         warnings.append(f"group.size: 1 leaves {training.advantage.kind} nothing to compare with, every advantage is 0")
     if config.placement == "separate" and config.runtime == "local":
         warnings.append('runtime: "local" keeps engine and trainer in one process, where they do not overlap')
-    truncated = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0 or sampling.allowed_token_ids
+    truncated = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
+    truncated = truncated or sampling.min_tokens > 0 or sampling.allowed_token_ids
     if truncated and not sampling.record_sampling_mask:
         warnings.append(
-            "rollout.sampling: top_p, top_k, min_p and allowed_token_ids change the sampled distribution, of which the trainer knows only the temperature: set record_sampling_mask = true, or expect a larger log-probability difference"
-        )
-    if sampling.repetition_penalty != 1 or sampling.logit_bias:
-        warnings.append(
-            "rollout.sampling: repetition_penalty and logit_bias change the sampled distribution in a way that the trainer does not know: expect a larger log-probability difference"
+            "rollout.sampling: top_p, top_k, min_p, min_tokens and allowed_token_ids leave tokens out of the sampled distribution, and the trainer does not know which: set record_sampling_mask = true, or expect a larger log-probability difference"
         )
     if config.reward.functions and all(function.weight == 0 for function in config.reward.functions):
         warnings.append("reward.functions: every weight is 0, so that every reward is 0")

@@ -64,6 +64,10 @@ class Task:
     payload: dict[str, Any]
 
 
+LogitShape = tuple[float, tuple[tuple[int, float], ...]]
+"""What changes single logits before the temperature: a repetition penalty, and (token id, bias) pairs."""
+
+
 @travels
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -92,6 +96,10 @@ class SamplingParams:
     """The only ids that may come; empty: all. End tokens must be among them to come."""
     record_sampling_mask: bool = False
     record_expert_routing: bool = False
+
+    @property
+    def logit_shape(self) -> LogitShape:
+        return self.repetition_penalty, self.logit_bias
 
     def with_seed(self, seed: int) -> SamplingParams:
         """The same for another generation: `dataclasses.replace` without its checks, which cost more than a request."""
@@ -379,6 +387,7 @@ class TokenBatch:
     sample_weights: [B] 0 for a sample that is carried for metrics but masked from the loss (e.g. truncated), else 1
     sample_groups: [B] index of the sample's group within the optimiser step
     temperatures: [B] of the sampling, since log-probabilities are those of the sampled distribution
+    logit_shapes: [B] repetition penalty and biases of the sampling; None when no sample has any
     reference_logprobs, proximal_logprobs, teacher_logprobs, values: [M], filled by `TrainBackend.annotate`
     sampling_mask: the support of each target (M positions), when it was recorded
     expert_routing: [N, layers, top_k] what the sampler's routers chose for input n, -1 where it was not recorded
@@ -400,6 +409,7 @@ class TokenBatch:
     sample_groups: Array
     temperatures: Array
     counts: BatchCounts
+    logit_shapes: tuple[LogitShape, ...] | None = None
     reference_logprobs: Array | None = None
     proximal_logprobs: Array | None = None
     teacher_logprobs: Array | None = None

@@ -76,6 +76,9 @@ def siblings(**sampling):
         dict(allowed_token_ids=tuple(range(2, 30))),
         dict(top_k=20, top_p=0.9, min_p=0.02, min_tokens=4),
         dict(min_tokens=6),
+        dict(repetition_penalty=1.6),
+        dict(logit_bias=tuple((i, 3.0 - i / 10) for i in range(2, 40)), temperature=0.8),
+        dict(repetition_penalty=0.7, logit_bias=((9, 4.0), (9, -1.0)), top_p=0.8, temperature=1.3),
     ],
     ids=str,
 )

@@ -1,5 +1,6 @@
 """Chunked log-probabilities against the plain softmax: values, gradients, supports, and how much memory they take."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import torch
 from headrace.training.batching import make_batches
 from headrace.training.config import TrainingConfig
 from headrace.training.logprobs import Head, logit_rows, target_logprobs
-from training.helpers import VOCAB, group_of, random_group, sample_of
+from training.helpers import VOCAB, group_of, random_group, sample_of, samples_in
 
 
 def batch_of(temperatures=(1.0, 0.7), seed=0):
@@ -42,6 +43,52 @@ def test_values_and_gradients_are_those_of_the_plain_softmax(chunk, extra):
     leaves = [t for t in (hidden, weight, bias) if t is not None]
     for a, b in zip(
         torch.autograd.grad(got @ upstream, leaves), torch.autograd.grad(right @ upstream, leaves), strict=True
+    ):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("chunk", [3, 1000])
+def test_penalties_and_biases_are_part_of_the_sampled_distribution(chunk, softcap):
+    """Siblings of one tree that were sampled in different ways, each target's logits shaped by all that stands before it."""
+    torch.manual_seed(0)
+    rng = np.random.default_rng(1)
+    ways = [dict(repetition_penalty=1.7), {}, dict(logit_bias=((3, 2.0), (5, -1.0), (3, 0.5))), dict(repetition_penalty=0.6, logit_bias=((9, 1.5),))]  # fmt: skip
+    groups = [random_group(rng, f"g{i}", temperature=0.7, multi_turn=i == 1) for i in range(2)]
+    samples = [
+        dataclasses.replace(one, sampling=dataclasses.replace(one.sampling, **way))
+        for group in groups
+        for one, way in zip(samples_in([group]), ways, strict=True)
+    ]
+    groups = [group_of(samples[4 * i : 4 * i + 4], rng.normal(size=4).tolist(), f"g{i}") for i in range(2)]
+    ((batch,),) = make_batches(groups, [rng.normal(size=4) for _ in groups], TrainingConfig(), max_length=8)
+    hidden = torch.randn(len(batch.token_ids), 6, requires_grad=True)
+    weight = torch.randn(VOCAB, 6, requires_grad=True)
+    by_id = {one.sample_id: one for one in samples}
+    right = []
+    for m, row in enumerate(batch.target_rows):
+        sample = by_id[batch.sample_ids[batch.target_samples[m]]]
+        at = (np.flatnonzero(sample.loss_mask[1:]) + 1)[batch.target_positions[m]]
+        logits = hidden[row] @ weight.t()
+        if softcap:
+            logits = softcap * torch.tanh(logits / softcap)
+        seen = torch.zeros(VOCAB, dtype=torch.bool)
+        seen[torch.from_numpy(np.asarray(sample.token_ids[:at]))] = True
+        penalty = sample.sampling.repetition_penalty
+        logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+        added = torch.zeros(VOCAB)
+        for token, bias in sample.sampling.logit_bias:
+            added[token] += bias
+        every = torch.log_softmax((logits + added) / 0.7, dim=0)
+        right.append(every[batch.target_ids[m]])
+    right = torch.stack(right)
+    got, _ = target_logprobs(hidden, Head(weight, softcap=softcap), logit_rows(batch), chunk=chunk)
+    torch.testing.assert_close(got, right, atol=1e-5, rtol=1e-5)
+    upstream = torch.randn(len(got))
+    for a, b in zip(
+        torch.autograd.grad(got @ upstream, [hidden, weight]),
+        torch.autograd.grad(right @ upstream, [hidden, weight]),
+        strict=True,
     ):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 

@@ -57,9 +57,9 @@ class SamplingConfig(Config):
     min_tokens: NonNegative = 0
     """No end token before so many tokens."""
     repetition_penalty: Annotated[float, Meta(gt=0)] = 1.0
-    """Makes tokens of the prompt and the answer so far less likely; the trainer knows nothing of it."""
+    """Makes tokens of the prompt and the answer so far less likely (above 1), or more; the trainer computes with it."""
     logit_bias: dict[str, float] = {}
-    """Added to the logits of token ids (the keys); the trainer knows nothing of it."""
+    """Added to the logits of token ids (the keys); the trainer computes with it."""
     allowed_token_ids: tuple[int, ...] = ()
     """The only ids that may come, end tokens included; empty allows all."""
     record_sampling_mask: bool = False

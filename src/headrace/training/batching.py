@@ -11,7 +11,7 @@ import numpy as np
 from headrace.protocols import Annotation
 from headrace.training.advantages import is_zero_variance, rewards_of
 from headrace.training.config import TrainingConfig
-from headrace.types import Array, BatchCounts, Group, SamplingMask, TokenBatch, TokenSample
+from headrace.types import Array, BatchCounts, Group, LogitShape, SamplingMask, TokenBatch, TokenSample
 
 
 @dataclass(slots=True)
@@ -222,6 +222,7 @@ def _pack(rows: Sequence[_Row], shared: Sequence[int], counts: BatchCounts) -> T
         sample_groups=np.array([row.group for row in rows], dtype=np.int64),
         temperatures=np.array([row.sample.sampling.temperature for row in rows], dtype=np.float32),
         counts=counts,
+        logit_shapes=_logit_shapes(rows),
         sampling_mask=_sampling_mask(rows),
         expert_routing=_expert_routing(rows, target_rows, total),
     )
@@ -241,6 +242,11 @@ def _expert_routing(rows: Sequence[_Row], target_rows: Sequence[Array], inputs: 
         if row.routes is not None:
             routes[at] = row.routes
     return routes
+
+
+def _logit_shapes(rows: Sequence[_Row]) -> tuple[LogitShape, ...] | None:
+    shapes = tuple(row.sample.sampling.logit_shape for row in rows)
+    return shapes if any(shape != (1.0, ()) for shape in shapes) else None
 
 
 def _sampling_mask(rows: Sequence[_Row]) -> SamplingMask | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from headrace.types import TokenBatch
+from headrace.types import Array, LogitShape, TokenBatch
 
 OUTSIDE = -1e30
 """The logit of a token outside the support: finite, so that 0 probability times it is 0."""
@@ -23,6 +23,7 @@ class LogitRows:
     slots: [M] the logit row of each target; token_ids: [M]
     bounds: for each target in the order of slots, where the targets of row u start: [U+1]; order: [M] that order
     support_ids, support_offsets: row u may only draw support_ids[offsets[u]:offsets[u+1]], everything where that is empty
+    shaping: what changes single logits before the temperature
     """
 
     input_rows: Tensor
@@ -33,10 +34,39 @@ class LogitRows:
     bounds: tuple[int, ...]
     support_ids: Tensor | None = None
     support_offsets: tuple[int, ...] | None = None
+    shaping: Shaping | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Shaping:
+    """Repetition penalties and logit biases as the sampler applied them (`rollout.engines.sampling`), one entry for each
+    logit that they touch: divided by its penalty where positive, multiplied where negative, then the bias is added.
+
+    rows, ids, penalties, biases: [K] entries by row, each (row, id) once; offsets: [U+1] where the entries of row u start
+    """
+
+    rows: Tensor
+    ids: Tensor
+    penalties: Tensor
+    biases: Tensor
+    offsets: tuple[int, ...]
+
+    def apply(self, logits: Tensor, start: int, end: int) -> _Slopes:
+        """[end - start, V] logits of rows from `start` on, in place."""
+        part = slice(self.offsets[start], self.offsets[end])
+        at, penalties = (self.rows[part] - start, self.ids[part]), self.penalties[part]
+        raw = logits[at]
+        slopes = torch.where(raw > 0, 1.0 / penalties, penalties)
+        logits[at] = raw * slopes + self.biases[part]
+        return at, slopes
+
+
+_Slopes = tuple[tuple[Tensor, Tensor], Tensor]
+"""Entries (row, id) of a chunk of logits, and what their gradient is multiplied with."""
 
 
 def logit_rows(batch: TokenBatch, device: torch.device | str = "cpu") -> LogitRows:
-    """The logit rows of a batch: one for each input row, temperature and (when recorded) target's own support.
+    """The logit rows of a batch: one for each input row, way of sampling and (when recorded) target's own support.
 
     Temperature 0 (greedy) counts as 1, as it does where the engine reports it.
     """
@@ -45,7 +75,8 @@ def logit_rows(batch: TokenBatch, device: torch.device | str = "cpu") -> LogitRo
     rows = np.asarray(batch.target_rows, dtype=np.int64)
     mask = batch.sampling_mask
     own = np.arange(len(rows)) if mask is not None else np.zeros(len(rows), dtype=np.int64)
-    keys = np.stack([rows, temperatures.view(np.int32).astype(np.int64), own], axis=1)
+    shapes, kinds = shapes_of(batch)
+    keys = np.stack([rows, temperatures.view(np.int32).astype(np.int64), own, kinds], axis=1)
     unique, first, slots = np.unique(keys, axis=0, return_index=True, return_inverse=True)
     slots = slots.reshape(-1)
     order = np.argsort(slots, kind="stable")
@@ -65,6 +96,48 @@ def logit_rows(batch: TokenBatch, device: torch.device | str = "cpu") -> LogitRo
         bounds=tuple(bounds.tolist()),
         support_ids=support_ids,
         support_offsets=support_offsets,
+        shaping=_shaping(batch, unique[:, 0], [shapes[kind] for kind in unique[:, 3]], device) if shapes else None,
+    )
+
+
+def shapes_of(batch: TokenBatch) -> tuple[list[LogitShape], Array]:
+    """The different penalties and biases of a batch, none where nobody has any, and which of them [M] each target has."""
+    if batch.logit_shapes is None:
+        return [], np.zeros(len(batch.target_samples), dtype=np.int64)
+    numbers = {shape: number for number, shape in enumerate(dict.fromkeys(batch.logit_shapes))}
+    return list(numbers), np.array([numbers[shape] for shape in batch.logit_shapes])[batch.target_samples]
+
+
+def _shaping(batch: TokenBatch, rows: Array, shapes: list[LogitShape], device: torch.device | str) -> Shaping:
+    """rows: [U] input rows; shapes: the penalty and the biases of each. A penalty is for all that stands before its token."""
+    tokens, segments = np.asarray(batch.token_ids), np.asarray(batch.segment_ids)
+    starts = np.searchsorted(segments, np.arange(len(batch.segment_parents)))
+    ends = np.append(starts[1:], len(segments))
+    before: list[Array] = []
+    for segment, parent in enumerate(np.asarray(batch.segment_parents).tolist()):
+        above = before[parent] if parent >= 0 else tokens[:0]
+        before.append(np.concatenate([above, tokens[starts[segment] : ends[segment]]]))
+    parts = []
+    for row, (penalty, biases) in zip(rows.tolist(), shapes, strict=True):
+        segment = segments[row]
+        seen = before[segment][: len(before[segment]) - (ends[segment] - 1 - row)] if penalty != 1.0 else tokens[:0]
+        added: dict[int, float] = {}
+        for token, bias in biases:
+            added[token] = added.get(token, 0.0) + bias
+        ids = np.union1d(seen, np.array(list(added), dtype=np.int64)).astype(np.int64)
+        penalties = np.where(np.isin(ids, seen), penalty, 1.0)
+        parts.append((ids, penalties, np.array([added.get(token, 0.0) for token in ids.tolist()])))
+    lengths = [len(ids) for ids, _, _ in parts]
+
+    def joined(column: int, dtype: torch.dtype) -> Tensor:
+        return torch.from_numpy(np.concatenate([part[column] for part in parts])).to(device, dtype)
+
+    return Shaping(
+        rows=torch.from_numpy(np.repeat(np.arange(len(parts)), lengths)).to(device),
+        ids=joined(0, torch.int64),
+        penalties=joined(1, torch.float32),
+        biases=joined(2, torch.float32),
+        offsets=tuple(np.concatenate([[0], np.cumsum(lengths)]).tolist()),
     )
 
 
@@ -103,10 +176,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
         n_rows, n_targets = len(hidden), len(rows.token_ids)
         logprobs = hidden.new_empty(n_targets, dtype=torch.float32)
         entropies = hidden.new_zeros(n_targets, dtype=torch.float32)
-        kept = None
+        kept = slopes = None
         for start in range(0, n_rows, chunk):
             end = min(start + chunk, n_rows)
-            logits = _logits(hidden[start:end], weight, bias, head, rows, start, end)
+            logits, slopes, _ = _logits(hidden[start:end], weight, bias, head, rows, start, end)
             logits.sub_(logits.amax(dim=1, keepdim=True))
             targets = rows.order[rows.bounds[start] : rows.bounds[end]]
             at = rows.slots[targets] - start
@@ -123,6 +196,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             del logits, probs
         ctx.save_for_backward(hidden, weight, bias, kept)
         ctx.head, ctx.rows, ctx.chunk = head, rows, chunk
+        ctx.slopes = slopes if kept is not None else None
         ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
 
@@ -138,15 +212,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
         for start in range(0, len(hidden), chunk):
             end = min(start + chunk, len(hidden))
-            slope = None
             if kept is not None:
-                probs = kept
+                probs, slopes, cap_slope = kept, ctx.slopes, None
             else:
-                logits = _logits(hidden[start:end], weight, bias, head, rows, start, end)
-                if head.softcap is not None:
-                    raw = logits * rows.temperatures[start:end]
-                    slope = 1 - (raw / head.softcap).square_()
-                probs = torch.softmax(logits, dim=1) if slope is not None else _softmax_(logits)
+                probs, slopes, cap_slope = _logits(hidden[start:end], weight, bias, head, rows, start, end, sloped=True)
+                _softmax_(probs)
             targets = rows.order[rows.bounds[start] : rows.bounds[end]]
             at = rows.slots[targets] - start
             mass = grad.new_zeros(end - start).index_add_(0, at, grad[targets])
@@ -154,9 +224,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
             probs.mul_(-mass[:, None])
             probs.index_put_((at, rows.token_ids[targets]), grad[targets], accumulate=True)
             probs.mul_(head.scale / rows.temperatures[start:end])
-            if slope is not None:
-                # Outside the support the stand-in logit has no slope, and its probability is 0 already.
-                probs.mul_(slope.nan_to_num_().clamp_(min=0))
+            if slopes is not None:
+                at, factors = slopes
+                probs[at] *= factors
+            if cap_slope is not None:
+                probs.mul_(cap_slope)
             probs = probs.to(weight.dtype)
             torch.mm(probs, weight, out=grad_hidden[start:end])
             if ctx.needs_input_grad[1]:
@@ -173,14 +245,29 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
 
 def _logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, rows: LogitRows, start: int, end: int
-) -> Tensor:
-    """[end - start, V] float32 logits of the sampled distribution: temperature applied, support restricted."""
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    head: Head,
+    rows: LogitRows,
+    start: int,
+    end: int,
+    sloped: bool = False,
+) -> tuple[Tensor, _Slopes | None, Tensor | None]:
+    """[end - start, V] float32 logits of the sampled distribution: shaped, temperature applied, support restricted.
+
+    Beside them the slopes of the shaping and, when `sloped`, [end - start, V] that of the soft cap.
+    """
+    slopes = cap_slope = None
     logits = torch.nn.functional.linear(hidden, weight, bias).float()
     if head.scale != 1.0:
         logits.mul_(head.scale)
     if head.softcap is not None:
-        logits.div_(head.softcap).tanh_().mul_(head.softcap)
+        logits.div_(head.softcap).tanh_()
+        cap_slope = 1 - logits.square() if sloped else None
+        logits.mul_(head.softcap)
+    if rows.shaping is not None:
+        slopes = rows.shaping.apply(logits, start, end)
     logits.div_(rows.temperatures[start:end])
     if rows.support_offsets is not None:
         for row in range(start, end):
@@ -190,7 +277,7 @@ def _logits(
                 inside = logits[row - start, ids]
                 logits[row - start].fill_(OUTSIDE)
                 logits[row - start, ids] = inside
-    return logits
+    return logits, slopes, cap_slope
 
 
 def _softmax_(logits: Tensor) -> Tensor:
