@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-MOST_FILES, MOST_LINES = 61, 4600
+MOST_FILES, MOST_LINES = 63, 4600
 """A ratchet: what it is today, and a little. Lower it whenever the path gets shorter; the aim is 16 files and 2,000 lines."""
 LEFT_OUT = ("observability/", "narrator.py", "config.py", "configbase.py", "nearest.py", "checkpoint")
 """What watches, configures or saves a run is not the path of data."""
@@ -75,7 +75,7 @@ def path(tmp_path_factory) -> dict[str, int]:
     traces.mkdir()
     hook.mkdir()
     (hook / "sitecustomize.py").write_text(TRACER)
-    environment = {**os.environ, "PYTHONPATH": str(hook), "HEADRACE_TRACE": str(traces)}
+    environment = {**os.environ, "PYTHONPATH": f"{hook}{os.pathsep}{ROOT / 'src'}", "HEADRACE_TRACE": str(traces)}
     arguments = [
         "run", "tiny", f"model.path={folder / 'model'}", "training.groups=2", "training.steps=1", "evaluation.source=",
         "observability.sinks=[\"jsonl\"]", "--runs-dir", str(folder / "runs"), "--display", "none",
