@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from headrace.orchestrator.dispatcher import Dispatcher, EngineSlot
+from headrace.orchestrator.dispatcher import Call, Dispatcher, EngineSlot
 from headrace.orchestrator.runtimes.simulated import run_simulated
 from headrace.types import EngineStats
 
@@ -27,7 +27,7 @@ async def fenced_after(token_s: float, seconds: float) -> list[str]:
     )
     slot = EngineSlot("engine-0", Engine(token_s))
     dispatcher.join(slot)
-    slot.calls["request"] = asyncio.create_task(asyncio.sleep(1e6))
+    call = slot.calls["request"] = Call(asyncio.create_task(asyncio.sleep(1e6)), "group")
     watch = asyncio.create_task(dispatcher.watch())
 
     async def listen() -> None:
@@ -37,7 +37,7 @@ async def fenced_after(token_s: float, seconds: float) -> list[str]:
 
     listening = asyncio.create_task(listen())
     await asyncio.sleep(seconds)
-    for task in (watch, listening, *slot.calls.values()):
+    for task in (watch, listening, call.task):
         task.cancel()
     return fenced
 

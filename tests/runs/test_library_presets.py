@@ -13,8 +13,9 @@ from runs.launch import assert_accounted, assert_one_line
 
 SURVEYED = """areal areal_ray art atropos miles nemo_rl oat open_instruct openrlhf_async openrlhf_hybrid openrlhf_partial
 pipelinerl prime_rl roll skyrl slime slime_fully_async torchforge trl_async trl_sync tunix verifiers_rl verl verl_fully_async"""
-SAMPLE = ("pipelinerl", "openrlhf_hybrid")
-"""Of these one never stops and streams, the other takes turns; the rest are slow tests."""
+SAMPLE = ("pipelinerl",)
+"""Never stops and streams, in processes of their own; with the others' runtimes and channels these are slow tests."""
+ONE_PROCESS = ("runtime=local", "weights.channel=in_process")
 
 
 def test_every_row_of_the_table_is_there():
@@ -54,6 +55,22 @@ def test_axes_are_laid_over_work_and_overrides_over_both(tmp_path):
 def test_a_run_names_what_is_not_here_and_stops(lab):
     lab.source = "c.toml+tunix"
     assert_one_line(lab.here(), 'weights.channel = "mesh"', 'training.backend = "jax"', "add --nearest")
+
+
+@pytest.mark.parametrize("name", library_names())
+def test_it_trains_in_one_process(lab, name):
+    """All of its axes but where the parts live and how they are reached: quick, so every preset is tried each time."""
+    lab.source = f"c.toml+{name}"
+    ran = lab.here("--nearest", "--name", "r", "training.steps=2", "training.groups=2", "rollout.max_in_flight=4", *ONE_PROCESS)  # fmt: skip
+    assert ran.code == 0, ran.err
+    assert_accounted(ran)
+    assert len(ran.steps) == 2 and all(row["optimizer/grad_norm"] > 0 for row in ran.steps)
+    preset, used = load_config(name), load_config(str(ran.folder / "config.toml"))
+    for axis in ("placement", "staleness"):
+        assert getattr(used, axis) == getattr(preset, axis)
+    for axis in ("interruption", "partial"):
+        assert getattr(used.weights, axis) == getattr(preset.weights, axis)
+    assert (used.buffer.depth, used.training.correction) == (preset.buffer.depth, preset.training.correction)
 
 
 @pytest.mark.parametrize(

@@ -277,7 +277,7 @@ class Controller:
                 break
             taken = loop.time()
             leases, units = [lease for lease, _ in batch], [unit for _, unit in batch]
-            lags = [self.versions.lag(unit.oldest_version) for unit in units]
+            lags = [self.versions.lag(lease.oldest_version) for lease in leases]
             for lease in leases:
                 self._event("taken", lease.lease_id, self.versions.version)
             self.waits["trainer"] = "trains"

@@ -32,10 +32,26 @@ async def with_deadline(call: Awaitable[T], seconds: float, what: str) -> T:
 
 
 @dataclass(slots=True, eq=False)
+class Call:
+    """A request that runs on an engine, and the task that waits for its reply."""
+
+    task: asyncio.Task[Any]
+    group_id: str
+    lost: str = ""
+    """Why no reply is waited for any more."""
+
+    def lose(self, reason: str) -> None:
+        """Let the waiting end with `WorkerDied`. A task of its own for each request would cost more than the request."""
+        if not self.lost:
+            self.lost = reason
+            self.task.cancel(reason)
+
+
+@dataclass(slots=True, eq=False)
 class EngineSlot:
     """One engine as the dispatcher knows it.
 
-    calls, groups: request ids to the tasks that wait for them, and to their groups
+    calls: by request id
     moved_at: when it was last seen to make progress, or had nothing to do (seconds of the loop's clock)
     unknown: request ids to how many examinations in a row did not find them on the engine
     """
@@ -44,8 +60,7 @@ class EngineSlot:
     proxy: Proxy
     version: int = NO_VERSION
     fenced: bool = False
-    calls: dict[str, asyncio.Task[Generation]] = field(default_factory=dict)
-    groups: dict[str, str] = field(default_factory=dict)
+    calls: dict[str, Call] = field(default_factory=dict)
     stats: EngineStats = field(default_factory=EngineStats)
     moved_at: float = 0.0
     unknown: Counter[str] = field(default_factory=Counter)
@@ -100,7 +115,7 @@ class Dispatcher:
         slot.fenced = True
         self.slots.pop(slot.name, None)
         for call in list(slot.calls.values()):
-            call.cancel(reason)
+            call.lose(reason)
         self.changed.fire()
         self.on_fenced(slot, reason)
 
@@ -151,32 +166,32 @@ class Dispatcher:
         `CallTimeout` when the reply is, `NoEngines` when nobody is left to ask."""
         request_id = request.request_id
         slot = await self._admitted(request)
-        asked = slot.proxy.generate(request) if report is None else _reported(slot.proxy, request, report)
-        call = asyncio.create_task(asked, name=request_id)
-        slot.calls[request_id] = call
-        slot.groups[request_id] = request.group_id
+        waiting = asyncio.current_task()
+        assert waiting is not None
+        cancelled_before = waiting.cancelling()
+        call = slot.calls[request_id] = Call(waiting, request.group_id)
         self._routing.started(request, slot)
         if len(slot.calls) == 1:
             slot.moved_at = asyncio.get_running_loop().time()
         try:
-            generation = await asyncio.shield(call)
+            asked = slot.proxy.generate(request) if report is None else _reported(slot.proxy, request, report)
+            generation: Generation = await asked
             if self.oldest is not None and len(generation.policy_versions):
                 self._note_token(request.group_id, int(generation.policy_versions.min()))
             return generation
         except asyncio.CancelledError:
-            if call.cancelled():
+            if call.lost and waiting.uncancel() <= cancelled_before:
                 raise WorkerDied(f"{slot.name} was given up while {request_id} ran on it") from None
             # The caller is cancelled: its group is closed, so nothing may go on running on an engine for it.
-            call.cancel()
             if not slot.fenced:
                 self._background(self._quietly(slot.proxy.abort(request_id)))
             raise
         except WorkerDied as error:
-            self.fence(slot, str(error))
+            call.lost = str(error)  # its reply has come: only the others are still to be told
+            self.fence(slot, call.lost)
             raise
         finally:
             slot.calls.pop(request_id, None)
-            slot.groups.pop(request_id, None)
             slot.unknown.pop(request_id, None)
             self._routing.ended(request, slot)
             self.changed.fire()
@@ -202,7 +217,7 @@ class Dispatcher:
                 stats = await with_deadline(slot.proxy.stats(), self.generate_timeout_s, f"{slot.name}.stats")
                 for request_id, tokens in stats.progress.items():
                     if tokens and request_id in slot.calls:
-                        self._note_token(slot.groups[request_id], slot.version)
+                        self._note_token(slot.calls[request_id].group_id, slot.version)
 
     def _note_token(self, group_id: str, version: int) -> None:
         assert self.oldest is not None
@@ -251,13 +266,11 @@ class Dispatcher:
             )
             return
         for request_id, call in list(slot.calls.items()):
-            slot.unknown[request_id] = (
-                0 if request_id in stats.progress or call.done() else slot.unknown[request_id] + 1
-            )
+            slot.unknown[request_id] = 0 if request_id in stats.progress else slot.unknown[request_id] + 1
             if slot.unknown[request_id] >= 3:
                 # The engine no longer knows the request and no reply came: it was lost on the way.
                 self.ignored_replies += 1
-                call.cancel("reply lost")
+                call.lose("reply lost")
 
     def _wake_later(self, seconds: float) -> None:
         asyncio.get_running_loop().call_later(seconds, self.changed.fire)

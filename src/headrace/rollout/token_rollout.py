@@ -49,39 +49,39 @@ class Transcript:
     """The tokens of one episode as they come, piece by piece: prompt and tool tokens are not trained on, sampled ones are."""
 
     token_ids: list[Array] = field(default_factory=list)
-    loss_mask: list[Array] = field(default_factory=list)
-    logprobs: list[Array] = field(default_factory=list)
-    versions: list[Array] = field(default_factory=list)
-    generations: list[Generation] = field(default_factory=list)
+    sampled: list[tuple[int, Generation]] = field(default_factory=list)
+    """Generations, each with the place of its tokens in `token_ids`."""
 
     def add_prompt(self, token_ids: Any) -> None:
-        count = len(token_ids)
         self.token_ids.append(np.asarray(token_ids, np.int64))
-        self.loss_mask.append(np.zeros(count, np.int8))
-        self.logprobs.append(np.zeros(count, np.float32))
-        self.versions.append(np.full(count, NO_VERSION, np.int64))
 
     def add_generation(self, generation: Generation) -> None:
+        self.sampled.append((sum(map(len, self.token_ids)), generation))
         self.token_ids.append(generation.token_ids)
-        self.loss_mask.append(np.ones(len(generation.token_ids), np.int8))
-        self.logprobs.append(generation.logprobs)
-        self.versions.append(generation.policy_versions)
-        self.generations.append(generation)
 
     def prompt(self) -> Array:
         """[P] all tokens so far: what the next generation goes on from."""
         return self.token_ids[0] if len(self.token_ids) == 1 else np.concatenate(self.token_ids)
 
     def sample(self, sample_id: str) -> TokenSample:
-        last = self.generations[-1]
-        masks = [one.sampling_mask for one in self.generations]
-        routes = [one.expert_routing for one in self.generations]
+        token_ids = np.concatenate(self.token_ids, dtype=np.int64)
+        length = len(token_ids)
+        loss_mask, logprobs = np.zeros(length, np.int8), np.zeros(length, np.float32)
+        versions = np.full(length, NO_VERSION, np.int64)
+        for start, one in self.sampled:
+            end = start + len(one.token_ids)
+            loss_mask[start:end] = 1
+            logprobs[start:end] = one.logprobs
+            versions[start:end] = one.policy_versions
+        last = self.sampled[-1][1]
+        masks = [one.sampling_mask for _, one in self.sampled]
+        routes = [one.expert_routing for _, one in self.sampled]
         return TokenSample(
             sample_id=sample_id,
-            token_ids=np.concatenate(self.token_ids).astype(np.int64, copy=False),
-            loss_mask=np.concatenate(self.loss_mask),
-            behavior_logprobs=np.concatenate(self.logprobs).astype(np.float32, copy=False),
-            policy_versions=np.concatenate(self.versions).astype(np.int64, copy=False),
+            token_ids=token_ids,
+            loss_mask=loss_mask,
+            behavior_logprobs=logprobs,
+            policy_versions=versions,
             sampling=last.sampling,
             finish_reason=last.finish_reason,
             # Of the sampled tokens, all turns together; what one turn lacks, the whole has not.
@@ -163,9 +163,12 @@ class TokenRollout:
         try:
             await self._collect(members, done, failures)
         finally:
+            if running := [task for task in members if not task.done()]:
+                for task in running:
+                    task.cancel()
+                await asyncio.gather(*running, return_exceptions=True)
             for task in members:
-                task.cancel()
-            await asyncio.gather(*members, return_exceptions=True)
+                task.cancelled() or task.exception()  # seen, whether it was wanted or not
         if any(progress.generation is not None for progress in done.values()):
             raise RolloutRecycled(GroupRemainder(done))
         scored = {index: progress for index, progress in sorted(done.items()) if progress.score is not None}
@@ -191,20 +194,37 @@ class TokenRollout:
             ended.append(task)
             changed.fire()
 
+        loop = asyncio.get_running_loop()
+        deadline = self.open_time() + self.group.timeout_s
+
+        def left() -> float:
+            # A rest that is lost when it is added to the clock would be waited for again and again.
+            return max(0.0, deadline - self.open_time() - 1e-6)
+
+        def ring() -> None:
+            """One timer a group; the clock may have stood since it was set."""
+            nonlocal timer
+            if rest := left():
+                timer = loop.call_later(max(rest, 1e-3), ring)
+            else:
+                changed.fire()
+
         for task in members:
             task.add_done_callback(end)
-        deadline = self.open_time() + self.group.timeout_s
+        timer = loop.call_later(self.group.timeout_s, ring)
         waiting = len(members)
-        while waiting:
-            while ended:
-                waiting -= 1
-                self._note(ended.popleft(), members, done, failures)
-                if self.group.size - len(failures) < self.min_complete:
+        try:
+            while waiting:
+                while ended:
+                    waiting -= 1
+                    self._note(ended.popleft(), members, done, failures)
+                    if self.group.size - len(failures) < self.min_complete:
+                        return
+                if not waiting or not left():
                     return
-            # A rest that is lost when it is added to the clock would be waited for again and again.
-            if not waiting or self.open_time() >= deadline - 1e-6:
-                return
-            await changed.wait(deadline - self.open_time())
+                await changed.wait()
+        finally:
+            timer.cancel()
 
     def _note(
         self,
@@ -333,7 +353,7 @@ class TokenRollout:
 
     def _request(self, lease: Lease, episode: Episode, environment: TextEnvironment) -> RewardRequest:
         sample = episode.samples[-1]
-        sampled = sample.token_ids[sample.loss_mask.astype(bool)]
+        sampled = sample.token_ids[sample.loss_mask.view(bool)]
         return RewardRequest(
             task=lease.task,
             prompt=lease.task.payload.get("prompt") or environment.prompt_text(lease.task),

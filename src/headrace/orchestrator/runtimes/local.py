@@ -98,10 +98,11 @@ class LocalProxy:
         if self._streams[method]:
             return lambda *args, **kwargs: self._stream(method, args, kwargs)
 
-        async def call(*args: Any, **kwargs: Any) -> Any:
-            return await self._call(method, args, kwargs)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self._call(method, args, kwargs)
 
         call.__name__ = method
+        self.__dict__[method] = call  # found without this function from the second call on
         return call
 
     # ------------------------------------------------------------------------------------------------- internals

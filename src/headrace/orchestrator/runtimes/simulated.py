@@ -18,16 +18,15 @@ from headrace.errors import Stalled
 T = TypeVar("T")
 
 
-class _VirtualSelector(selectors.BaseSelector):
-    """A selector that waits by moving the clock."""
+class _NoSelector(selectors.BaseSelector):
+    """Holds the loop's own wake-up pipe, which is registered once and never becomes readable; nothing is ever waited for."""
 
     def __init__(self) -> None:
-        self.loop: SimulatedLoop | None = None
+        self.closed_to_others = False
         self._keys: dict[Any, selectors.SelectorKey] = {}
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        # The loop's own wake-up pipe is registered once, before it has the loop, and never becomes readable.
-        if self.loop is not None:
+        if self.closed_to_others:
             raise Stalled("a socket or pipe was waited for on a simulated clock: real work has no place there")
         key = selectors.SelectorKey(fileobj, 0, events, data)
         self._keys[fileobj] = key
@@ -36,44 +35,69 @@ class _VirtualSelector(selectors.BaseSelector):
     def unregister(self, fileobj: Any) -> selectors.SelectorKey:
         return self._keys.pop(fileobj)
 
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        assert self.loop is not None
-        self.loop.advance(timeout)
-        return []
+    def select(self, timeout: float | None = None) -> NoReturn:
+        raise Stalled("a simulated clock has nothing to wait for")
 
     def get_map(self) -> dict[Any, selectors.SelectorKey]:
         return self._keys
 
 
 class SimulatedLoop(asyncio.SelectorEventLoop):
-    """`time()` is virtual and starts at 0. Timers due at the same moment run in the order in which they were set."""
+    """`time()` is virtual and starts at 0. Timers due at the same moment run in the order in which they were set.
+
+    It has a `_run_once` of its own: with no files to wait for, an iteration is a look at two queues, and simulated days are
+    nothing but iterations.
+    """
 
     def __init__(self) -> None:
-        selector = _VirtualSelector()
+        selector = _NoSelector()
         self._now = 0.0
-        self._timer_count = 0
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        """A heap of (time, when it was set, timer)."""
+        self._timer_count = self._cancelled_timers = 0
         super().__init__(selector)
-        selector.loop = self
-        # The loop runs timers due before now + resolution, so an exact 0 would never run one due just now.
-        self._clock_resolution = 1e-6
+        selector.closed_to_others = True
 
     def time(self) -> float:
         return self._now
 
-    def advance(self, timeout: float | None) -> None:
-        """Move to the next timer. Raises `Stalled` when there is none."""
-        if timeout is None:
-            raise Stalled(f"nothing can happen any more at {self._now:.6f} simulated seconds: every part waits")
-        if timeout > 0 and self._scheduled:  # type: ignore[attr-defined]
+    def _run_once(self) -> None:
+        """Everything that is ready; when nothing is, the clock moves to the next timer. Raises `Stalled` without any."""
+        timers, ready = self._timers, self._ready  # type: ignore[attr-defined]
+        if 2 * self._cancelled_timers > len(timers) + 100:
+            timers[:] = [timer for timer in timers if not timer[2]._cancelled]  # type: ignore[attr-defined]
+            heapq.heapify(timers)
+            self._cancelled_timers = 0
+        if not ready:
+            while timers and timers[0][2].cancelled():
+                heapq.heappop(timers)
+                self._cancelled_timers -= 1
+            if not timers:
+                raise Stalled(f"nothing can happen any more at {self._now:.6f} simulated seconds: every part waits")
             # Set to the timer's own time, not advanced by a difference: rounding would miss the timer for ever.
-            self._now = max(self._now, self._scheduled[0]._when)  # type: ignore[attr-defined]
+            self._now = max(self._now, timers[0][0])
+        while timers and timers[0][0] <= self._now:
+            ready.append(heapq.heappop(timers)[2])
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if handle._cancelled:
+                self._cancelled_timers -= isinstance(handle, asyncio.TimerHandle)
+            else:
+                handle._run()
 
     def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:
-        timer = _OrderedTimer(when, callback, args, self, context, self._timer_count)
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
         self._timer_count += 1
-        heapq.heappush(self._scheduled, timer)  # type: ignore[attr-defined]
-        timer._scheduled = True
+        heapq.heappush(self._timers, (when, self._timer_count, timer))
         return timer
+
+    def _timer_handle_cancelled(self, timer: asyncio.TimerHandle) -> None:
+        self._cancelled_timers += 1
+
+    def call_soon(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:
+        handle = asyncio.Handle(callback, args, self, context)
+        self._ready.append(handle)  # type: ignore[attr-defined]
+        return handle
 
     def run_in_executor(self, *args: Any) -> NoReturn:  # type: ignore[override]
         raise Stalled("an executor was asked for on a simulated clock: real work has no place there")
@@ -83,19 +107,6 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
 
     def add_signal_handler(self, *args: Any) -> NoReturn:  # type: ignore[override]
         raise Stalled("a signal handler was asked for on a simulated clock")
-
-
-class _OrderedTimer(asyncio.TimerHandle):
-    """Compares by time, then by when it was set."""
-
-    __slots__ = ("_order",)
-
-    def __init__(self, when: float, callback: Any, args: Any, loop: Any, context: Any, order: int) -> None:
-        super().__init__(when, callback, args, loop, context)
-        self._order = order
-
-    def __lt__(self, other: Any) -> bool:
-        return (self._when, self._order) < (other._when, other._order)
 
 
 def run_simulated(main: Coroutine[Any, Any, T]) -> T:

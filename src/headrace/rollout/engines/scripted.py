@@ -120,6 +120,7 @@ class ScriptedEngine:
         self._computed: dict[str, None] = {}
         """Groups whose prompt was computed, while they have requests here."""
         self._timer: asyncio.TimerHandle | None = None
+        self._looks_again = False
         self._open = True
         self._idle = asyncio.Event()
         self._idle.set()
@@ -153,9 +154,19 @@ class ScriptedEngine:
             self.drawn_tokens += one.length
         self._siblings[request.group_id] = self._siblings.get(request.group_id, 0) + 1
         self._waiting.append(one)
+        self._look_again()
+        return one
+
+    def _look_again(self) -> None:
+        """`_reschedule` at this moment, once for all that come or go in it: siblings do so together."""
+        if not self._looks_again:
+            self._looks_again = True
+            asyncio.get_running_loop().call_soon(self._look)
+
+    def _look(self) -> None:
+        self._looks_again = False
         self._settle()
         self._reschedule()
-        return one
 
     def _length(self, request: GenerateRequest) -> int:
         costs, most = self.costs, request.sampling.max_tokens
@@ -232,7 +243,7 @@ class ScriptedEngine:
             one.cut = self._sampled(one)  # the caller is gone
         one.done.cancel()
         self._decoding.pop(one, None)
-        if one in self._waiting:
+        if one.begin < 0 and one in self._waiting:
             self._waiting.remove(one)
         del self._requests[one.request_id]
         group = one.request.group_id
@@ -243,7 +254,7 @@ class ScriptedEngine:
         if not self._requests:
             self._idle.set()
         self._forget_runs()
-        self._reschedule()
+        self._look_again()
 
     def _result(self, one: _Running, reason: FinishReason) -> Generation:
         prefix, total = one.request.prefix, self._sampled(one) if reason == "abort" else one.length
