@@ -28,7 +28,8 @@ class Figures:
     sync_s: mean seconds from published to live; standstill_s: mean seconds that generation stood for a sync
     length_bias: mean length of what was trained / of what was sampled, - 1
     ess: effective share of the targets under the loss's weights
-    curve: (seconds, samples, reward) after each step
+    curves: of each repetition, (seconds, samples, reward) after each step
+    between: lowest and highest samples/s of the repetitions
     """
 
     name: str
@@ -47,7 +48,8 @@ class Figures:
     standstill_s: float
     length_bias: float
     ess: float
-    curve: list[tuple[float, float, float]] = field(default_factory=list)
+    curves: list[list[tuple[float, float, float]]] = field(default_factory=list)
+    between: tuple[float, float] | None = None
     note: str = ""
 
     @property
@@ -91,7 +93,7 @@ def figures_of(name: str, rows: Sequence[Row], note: str = "") -> Figures:
         standstill_s=_mean(rows, "sync/standstill_s"),
         length_bias=_length_bias(last, float((samples * lengths).sum() / max(samples.sum(), 1.0))),
         ess=_mean(rows, "correction/ess"),
-        curve=_curve(rows, elapsed, samples),
+        curves=[curve] if (curve := _curve(rows, elapsed, samples)) else [],
         note=note,
     )
 
@@ -160,19 +162,23 @@ def _curve(rows: Sequence[Row], elapsed: np.ndarray, samples: np.ndarray) -> lis
 
 
 def reward_at(figures: Figures, limit: float, column: int) -> float:
-    """Mean reward of the last steps before a time (column 0) or a number of samples (column 1); NaN without any."""
-    reached = [point[2] for point in figures.curve if point[column] <= limit + 1e-9]
-    return sum(reached[-REWARD_WINDOW:]) / len(reached[-REWARD_WINDOW:]) if reached else math.nan
+    """Mean reward of the last steps before a time (column 0) or a number of samples (column 1), and over repetitions; NaN
+    without any."""
+    found = []
+    for curve in figures.curves:
+        if reached := [point[2] for point in curve if point[column] <= limit + 1e-9][-REWARD_WINDOW:]:
+            found.append(sum(reached) / len(reached))
+    return sum(found) / len(found) if found else math.nan
 
 
 def common_limits(runs: Sequence[Figures]) -> tuple[float, float]:
     """(seconds, samples) that every run with rewards reached."""
-    ends = [figures.curve[-1] for figures in runs if figures.curve]
+    ends = [curve[-1] for figures in runs for curve in figures.curves]
     return min((end[0] for end in ends), default=math.nan), min((end[1] for end in ends), default=math.nan)
 
 
 def merge(runs: Sequence[Figures]) -> Figures:
-    """The median over a preset's repetitions, figure by figure; drops are summed, the first curve is kept."""
+    """The median over a preset's repetitions, figure by figure; drops are summed."""
     first = runs[0]
     numbers = {
         name: float(np.nanmedian([getattr(run, name) for run in runs]))
@@ -183,4 +189,12 @@ def merge(runs: Sequence[Figures]) -> Figures:
     for run in runs:
         for reason, count in run.drops.items():
             drops[reason] = drops.get(reason, 0) + count
-    return replace(first, **numbers, drops=drops)
+    rates = [run.samples_per_s for run in runs if not math.isnan(run.samples_per_s)]
+    return replace(
+        first,
+        **numbers,
+        drops=drops,
+        curves=[curve for run in runs for curve in run.curves],
+        between=(min(rates), max(rates)) if len(rates) > 1 else None,
+        note="; ".join(dict.fromkeys(run.note for run in runs if run.note)),
+    )

@@ -29,16 +29,22 @@ def run_interleaved(
         for name, source in [*presets[turn:], *presets[:turn]]:
             label = f"{name}-s{seed + number}"
             tell(f"round {number + 1} of {rounds}: {name}")
-            words = [source, *overrides, f"seed={seed + number}", "--name", label, "--runs-dir", str(runs_dir)]
-            note = _run([*words, "--display", "none", *(["--nearest"] if nearest else [])])
-            rows = {row["step"]: row for row in read_jsonl(runs_dir / label / "metrics.jsonl")}
-            found[name].append(figures_of(name, [row for _, row in sorted(rows.items())], note))
+            note = run_labelled(label, source, [*overrides, f"seed={seed + number}"], runs_dir, nearest=nearest)
+            found[name].append(figures_of_run(name, runs_dir / label, note))
     return [merge(runs) for runs in found.values()]
 
 
-def _run(words: Sequence[str]) -> str:
-    """Empty when it went well, else the run's own last line."""
-    done = subprocess.run([sys.executable, "-m", "headrace.cli", "run", *words], capture_output=True, text=True)
+def figures_of_run(name: str, folder: Path, note: str = "") -> Figures:
+    """Of a run's folder, whether it has ended well or not."""
+    rows = {row["step"]: row for row in read_jsonl(folder / "metrics.jsonl")}
+    return figures_of(name, [row for _, row in sorted(rows.items())], note)
+
+
+def run_labelled(label: str, source: str, overrides: Sequence[str], runs_dir: Path, *, nearest: bool) -> str:
+    """One run, into its folder; empty when it went well, else its own last line."""
+    words = [source, *overrides, "--name", label, "--runs-dir", str(runs_dir), "--display", "none"]
+    command = [sys.executable, "-m", "headrace.cli", "run", *words, *(["--nearest"] if nearest else [])]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode == 0:
         return ""
     lines = [line for line in done.stderr.splitlines() if line.startswith("headrace: ")]

@@ -18,7 +18,7 @@ def cells(runs: Sequence[Figures], *, rewards: bool) -> list[list[str]]:
     seconds, samples = common_limits(runs)
     columns: list[tuple[str, Callable[[Figures], str]]] = [
         ("preset", lambda f: f.name + ("*" if f.note else "")),
-        ("samples/s", lambda f: number(f.samples_per_s)),
+        ("samples/s", lambda f: number(f.samples_per_s) + between(f)),
         ("tokens/s", lambda f: number(f.tokens_per_s)),
         ("trainer idle", lambda f: share(f.trainer_idle)),
         ("engine idle", lambda f: share(f.engine_idle)),
@@ -41,6 +41,11 @@ def cells(runs: Sequence[Figures], *, rewards: bool) -> list[list[str]]:
 def notes(runs: Sequence[Figures]) -> list[str]:
     """A line for each preset that did not end well."""
     return [f"{run.name}: {run.note}" for run in runs if run.note]
+
+
+def between(figures: Figures) -> str:
+    """The range over repetitions, in brackets."""
+    return f" ({number(figures.between[0])}-{number(figures.between[1])})" if figures.between else ""
 
 
 def number(value: float) -> str:
@@ -75,7 +80,7 @@ def page(title: str, rows: Sequence[Sequence[str]], runs: Sequence[Figures]) -> 
     drawn = _bars("Samples a second", runs, lambda f: f.samples_per_s) + _bars(
         "Trainer idle, share of the time", runs, lambda f: f.trainer_idle
     )
-    if any(run.curve for run in runs):
+    if any(run.curves for run in runs):
         drawn += _curves("Reward over seconds", runs, 0, "seconds") + _curves("Reward over samples", runs, 1, "samples")
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
@@ -103,11 +108,11 @@ def _curves(title: str, runs: Sequence[Figures], column: int, x_label: str) -> s
     series = [
         Series(
             name=run.name,
-            xs=[point[column] for point in run.curve],
-            ys=[point[2] for point in run.curve],
+            xs=[point[column] for point in run.curves[0]],
+            ys=[point[2] for point in run.curves[0]],
             colour=COLOURS[i % len(COLOURS)],
         )
         for i, run in enumerate(runs)
-        if run.curve
+        if run.curves
     ]
     return f"<h2>{escape(title)}</h2>{line_chart(series, 'reward', x_label)}"

@@ -68,6 +68,10 @@ class WorkloadCosts(Config):
     """Of a completion: log-normal, cut at max_tokens."""
     sigma: Seconds = 0.0
     """Spread of the logarithm; 1 and more is a heavy tail."""
+    tasks: NonNegative = 0
+    """Different tasks, which come again and again; 0: every task is new."""
+    task_sigma: Seconds = 0.0
+    """Spread of the logarithm of the median from task to task: what `rollout.order = "length_bucket"` can learn."""
     runaway: Share = 0.0
     """Share of completions that go on to max_tokens whatever they were drawn as."""
     max_tokens: Positive = 2048
@@ -136,6 +140,7 @@ class ClusterConfig(Config):
             wake_s=generation.wake_s,
             length=work.median_tokens / grain,
             length_sigma=work.sigma,
+            task_sigma=work.task_sigma,
             runaway=work.runaway,
         )
 

@@ -15,22 +15,24 @@ from headrace.observability.metrics import DropTally, unit_lengths
 from headrace.orchestrator.controller import Controller, StepReport
 from headrace.protocols import Lease, RewardRequest, Turn, WorkerContext
 from headrace.rollout.engines.scripted import ScriptedCosts, ScriptedEngine, uniform
+from headrace.rollout.sources.length_buckets import prompt_key
 from headrace.training.batching import filter_zero_variance
 from headrace.types import Event, GenerateRequest, Generation, Metrics, Score, Task, Unit, WeightTicket
 
 
 class NumberedTasks:
-    """An endless source, or `count` tasks; remembers what came back."""
+    """An endless source, or `count` tasks; remembers what came back. distinct: so many tasks come again and again."""
 
-    def __init__(self, count: int | None = None) -> None:
-        self.count, self.given = count, 0
+    def __init__(self, count: int | None = None, distinct: int = 0) -> None:
+        self.count, self.distinct, self.given = count, distinct, 0
         self.returned: Counter[str] = Counter()
 
     def next(self) -> Task | None:
         if self.count is not None and self.given >= self.count:
             return None
         self.given += 1
-        return Task(task_id=f"t{self.given}", source="numbers", payload={"prompt": "x"})
+        epoch, number = divmod(self.given, self.distinct) if self.distinct else (0, self.given)
+        return Task(task_id=f"t{number}#{epoch}" if epoch else f"t{number}", source="numbers", payload={"prompt": "x"})
 
     def give_back(self, task: Task, reason: str) -> None:
         self.returned[reason] += 1
@@ -43,10 +45,10 @@ class NumberedTasks:
 
 
 class OneTurn:
-    """One prompt, one answer. What a prompt costs is the engine's matter, so it is a token long."""
+    """One prompt, one answer. What a prompt costs is the engine's matter, so it is a token long: the task's own."""
 
     async def reset(self, task: Task) -> Turn:
-        return Turn(prompt_ids=[1])
+        return Turn(prompt_ids=[zlib.crc32(prompt_key(task).encode())])
 
     async def step(self, generation: Generation) -> Turn:
         return Turn(done=True)

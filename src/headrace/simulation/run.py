@@ -28,6 +28,7 @@ from headrace.protocols import Lease, Store, TaskSource
 from headrace.rollout.config import GroupConfig
 from headrace.rollout.engines.scripted import ScriptedCosts
 from headrace.rollout.partial import PARTIAL_POLICIES
+from headrace.rollout.sources.length_buckets import LengthBuckets
 from headrace.rollout.token_rollout import TokenRollout
 from headrace.simulation.cluster import ClusterConfig, with_workload
 from headrace.simulation.parts import (
@@ -119,6 +120,7 @@ async def run_flow(flow: Flow) -> Outcome:
         max_version_lag=flow.max_version_lag,
         on_stale=flow.on_stale,
     )
+    buffer.on_put = getattr(flow.source, "observe", buffer.on_put)
     step = flow.restore(buffer)
     dispatcher = Dispatcher(generate_timeout_s=flow.generate_timeout_s, rejoin_timeout_s=flow.rejoin_timeout_s)
     dispatcher.oldest = {} if flow.cancel_group else None
@@ -236,6 +238,9 @@ def flow_of(config: RunConfig, cluster: ClusterConfig, *, for_s: float | None = 
         ),
         drops_zero_variance if training.advantage.drop_zero_variance else lambda units: [False] * len(units),
     )
+    source: TaskSource = NumberedTasks(distinct=work.tasks)
+    if config.rollout.order == "length_bucket":
+        source = LengthBuckets(source, training.groups, config.seed)
     longest_s = work.max_tokens / work.grain * cluster.costs(config.weights.channel).step_s(1)
     return Flow(
         settings=settings,
@@ -272,6 +277,7 @@ def flow_of(config: RunConfig, cluster: ClusterConfig, *, for_s: float | None = 
         commit_timeout_s=max(config.weights.commit_timeout_s, 10 * transport.commit_s),
         # A real cluster's drain lasts as long as its longest answer.
         drain_timeout_s=max(config.weights.drain_timeout_s, 100 * longest_s),
+        source=source,
         watcher=Watcher(keep=keep, grain=work.grain),
         for_s=for_s,
         faults=deaths(failures.engine_mtbf_s, config.seed),

@@ -47,7 +47,8 @@ class ScriptedCosts:
         straight between them, and on with the last slope
     prefill_s: one prompt, during which nothing is decoded; a prompt that siblings share is computed once
     max_running: requests decoded side by side, the others wait; 0 sets no bound
-    length, length_sigma: log-normal with that median, cut at max_tokens; runaway: share that goes on to max_tokens
+    length, length_sigma: log-normal with that median, cut at max_tokens; task_sigma: spread of the median over prompts, by
+        their first token; runaway: share that goes on to max_tokens
     """
 
     token_s: float = 0.02
@@ -60,6 +61,7 @@ class ScriptedCosts:
     max_running: int = 0
     length: float = 16.0
     length_sigma: float = 0.6
+    task_sigma: float = 0.0
     runaway: float = 0.0
     context_length: int = 1_000_000
 
@@ -173,8 +175,10 @@ class ScriptedEngine:
         seed = _drawn_by(request).seed or 0
         if costs.runaway and uniform(seed + 1) < costs.runaway:
             return most
-        drawn = costs.length * math.exp(costs.length_sigma * NORMAL.inv_cdf(uniform(seed)))
-        return max(1, round(min(drawn, most)))
+        spread = costs.length_sigma * NORMAL.inv_cdf(uniform(seed))
+        if costs.task_sigma:
+            spread += costs.task_sigma * NORMAL.inv_cdf(uniform(int(request.prompt_ids[0])))
+        return max(1, round(min(costs.length * math.exp(spread), most)))
 
     def _settle(self) -> None:
         """Bring `progress` up to now."""
