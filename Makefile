@@ -25,7 +25,7 @@ test-slow: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m slow
 
 fuzz: $(VENV)/.installed-test
-	HEADRACE_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest tests/flow/test_laws.py --timeout 0
+	HEADRACE_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest tests/flow/test_laws.py tests/flow/test_real_stores.py --timeout 0
 
 mutants: $(VENV)/.installed-test
 	$(BIN)/python tests/run_mutants.py

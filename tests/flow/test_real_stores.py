@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import random
 
 import pytest
@@ -18,6 +19,7 @@ from headrace.simulation.parts import NumberedTasks, Watcher
 from headrace.simulation.run import run_flow
 
 PAIRS = [(interruption, partial) for interruption, partials in VALID_PAIRS.items() for partial in partials]
+SCHEDULES = max(4, int(os.environ.get("HEADRACE_FUZZ_EXAMPLES", "0")) // 100)
 COSTS = ScriptedCosts(token_s=2e-4, prefill_s=1e-3, prepare_s=2e-3, commit_s=1e-4)
 
 
@@ -73,7 +75,7 @@ def check(plan: Plan, outcome: Outcome) -> None:
     assert_laws(plan, outcome)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(SCHEDULES))
 @pytest.mark.parametrize("kind", AVAILABLE)
 def test_every_store_keeps_the_laws_whatever_goes_wrong_in_it(kind, seed, tmp_path, request):
     plan, faults = draw(seed)
