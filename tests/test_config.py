@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.config import (
+    _READ_BY,
     RunConfig,
     ahead,
     available,
@@ -25,6 +26,7 @@ from headrace.config import (
 )
 from headrace.configbase import Config, field_types, is_config
 from headrace.errors import ConfigError
+from headrace.training.config import AlgorithmConfig
 
 BASE = """
 [model]
@@ -424,10 +426,33 @@ def test_what_adapters_cannot_be_had_with(overrides: list[str], expected: str):
             ],
             "training.minibatches: found 4 with policy.recurrent",
         ),
+        (
+            ["env.id=CartPole-v1", "policy.network=mine.py:Net", "policy.normalise_observations=true"],
+            "policy.normalise_observations: found true with policy.network",
+        ),
+        (
+            ["env.id=CartPole-v1", "algorithm.kind=dqn", "training.epochs=2"],
+            'training.epochs: found 2 with algorithm.kind = "dqn"',
+        ),
+        (
+            ["env.id=Pendulum-v1", "algorithm.kind=sac", "training.minibatches=2"],
+            'training.minibatches: found 2 with algorithm.kind = "sac"',
+        ),
+        (
+            ["env.id=CartPole-v1", "algorithm.kind=impala", "algorithm.lam=0.9"],
+            'algorithm.lam: found 0.9 with algorithm.kind = "impala", which does not read it (it is of ppo)',
+        ),
+        (["env.id=CartPole-v1", "evaluation.source=heldout"], 'evaluation.source: found "heldout" with env.id'),
+        (["env.id=CartPole-v1", "evaluation.every_steps=5"], "evaluation.every_steps: found 5 without"),
+        (["evaluation.source=episodes"], 'evaluation.source: found "episodes", which goes with env.id'),
     ],
 )
 def test_what_control_would_silently_ignore_is_refused(overrides: list[str], expected: str):
     assert expected in error_of(*overrides)
+
+
+def test_of_every_key_of_an_algorithm_it_is_known_who_reads_it():
+    assert set(_READ_BY) == set(AlgorithmConfig.__struct_fields__) - {"kind", "gamma"}
 
 
 @pytest.mark.parametrize(

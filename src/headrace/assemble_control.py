@@ -14,6 +14,7 @@ from headrace.config import RunConfig, stays_on_device
 from headrace.exchange.buffer import LeaseBuffer
 from headrace.exchange.replay import ReplayBuffer
 from headrace.orchestrator.dispatcher import EngineSlot
+from headrace.orchestrator.evaluate import EpisodeEvaluator
 from headrace.orchestrator.learner import ControlLearner, TensorLearner
 from headrace.orchestrator.parts import Flow, Parts, RunOrder
 from headrace.protocols import Resources, Store, TaskSource
@@ -55,6 +56,7 @@ class ControlWork:
             spawn_engine=spawn,
             backend=backend,
             describe=describe_trajectory,
+            evaluator=evaluator(config, flow),
             names=("episodes", "steps", "trajectories"),
         )
 
@@ -74,6 +76,19 @@ def actor_spawner(config: RunConfig, flow: Flow) -> Callable[[str], Awaitable[En
         return EngineSlot(name, await flow.runtime.spawn(name, build, *arguments, resources=resources))
 
     return spawn
+
+
+def evaluator(config: RunConfig, flow: Flow) -> EpisodeEvaluator | None:
+    evaluation = config.evaluation
+    if not evaluation.source or not evaluation.count:
+        return None
+    return EpisodeEvaluator(
+        flow.dispatcher,
+        count=evaluation.count,
+        sampled=evaluation.sampled,
+        seed=config.seed,
+        retries=config.group.retries,
+    )
 
 
 def learner(config: RunConfig, backend: Any, buffer: LeaseBuffer) -> ControlLearner:

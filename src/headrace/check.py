@@ -85,6 +85,8 @@ def _check_environment(config: RunConfig, out: Callable[[str], None]) -> None:
     env, training = config.env, config.training
     rows = training.groups * env.count * env.steps
     updates = training.epochs * training.minibatches
+    if config.algorithm.kind in ("dqn", "sac"):
+        updates = int(config.replay.updates_per_step * rows)
     out(f"  {count(training.groups, 'trajectory')} of {env.count} x {env.steps} steps make a batch of {rows:,} steps")
     out(f"  {count(updates, 'update')} a batch, {training.steps * rows:,} steps in all")
     made = VectorEnvironment(env)

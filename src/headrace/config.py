@@ -485,6 +485,8 @@ def _check_inputs(config: RunConfig, only: Only | None) -> None:
     """What a run cannot start without."""
     if not config.name or "/" in config.name or config.name in (".", ".."):
         raise ConfigError("name", f'found "{config.name}", expected the name of a folder')
+    if config.evaluation.every_steps and not config.evaluation.source:
+        raise ConfigError("evaluation.every_steps", f"found {config.evaluation.every_steps} without evaluation.source")
     if config.env.id:
         _check_control(config, only)
         return
@@ -507,8 +509,8 @@ def _check_inputs(config: RunConfig, only: Only | None) -> None:
             "rollout.sampling.temperature",
             "found 0 (greedy), where siblings are all alike and nothing can be learned; use more than 0",
         )
-    if config.evaluation.every_steps and not config.evaluation.source:
-        raise ConfigError("evaluation.every_steps", f"found {config.evaluation.every_steps} without evaluation.source")
+    if config.evaluation.source == "episodes":
+        raise ConfigError("evaluation.source", 'found "episodes", which goes with env.id')
     seen: dict[str, int] = {}
     for index, function in enumerate(config.reward.functions):
         name = function.name or function.use
@@ -562,6 +564,11 @@ def _check_control(config: RunConfig, only: Only | None) -> None:
         raise ConfigError("policy.shared", 'found "no" with policy.recurrent, whose memory both need; use auto or yes')
     if policy.recurrent != "none" and policy.network != "auto":
         raise ConfigError("policy.recurrent", "found with policy.network; a module of your own has no memory yet")
+    if policy.normalise_observations and policy.network != "auto":
+        raise ConfigError(
+            "policy.normalise_observations",
+            "found true with policy.network, whose module sees observations as they are; leave one out",
+        )
     if (env.frame_skip > 1 or env.frame_stack > 1) and env.mode == "vector_entry_point":
         raise ConfigError("env.mode", 'found "vector_entry_point" with frame_skip or frame_stack; use sync or async')
     batched = env.id.startswith(("sim:", "envpool:"))
@@ -588,9 +595,44 @@ def _check_control(config: RunConfig, only: Only | None) -> None:
         )
     if _from_clients(config):
         raise ConfigError("rollout.source", 'found "http" with env.id, whose environments are stepped here; use engine')
-    if config.evaluation.source:
-        raise ConfigError("evaluation.source", "found with env.id; episode returns are in every step's figures")
+    source = config.evaluation.source
+    if source not in ("", "episodes"):
+        raise ConfigError("evaluation.source", f'found "{source}" with env.id, which has no tasks; use episodes')
+    _check_algorithm(config)
     _check_replay(config)
+
+
+_ON_POLICY = ("ppo", "appo", "impala")
+_READ_BY: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("value_clip", "value_coef", "entropy_coef", "normalise_advantages", "target_kl"), _ON_POLICY),
+    "normalise_returns": _ON_POLICY,
+    "lam": ("ppo",),
+    "clip": ("ppo", "appo"),
+    **dict.fromkeys(("clip_rho", "clip_c"), ("appo", "impala")),
+    **dict.fromkeys(("double", "huber", "epsilon", "epsilon_share"), ("dqn",)),
+    **dict.fromkeys(("target_rate", "target_every"), ("dqn", "sac")),
+    **dict.fromkeys(("temperature", "target_entropy"), ("sac",)),
+}
+"""Keys of [algorithm] that only some kinds read."""
+
+
+def _check_algorithm(config: RunConfig) -> None:
+    """A key that the chosen algorithm would pass over in silence."""
+    algorithm, default = config.algorithm, AlgorithmConfig()
+    for key, kinds in _READ_BY.items():
+        found = getattr(algorithm, key)
+        if algorithm.kind not in kinds and found != getattr(default, key):
+            raise ConfigError(
+                f"algorithm.{key}",
+                f'found {found} with algorithm.kind = "{algorithm.kind}", which does not read it (it is of {", ".join(kinds)}); leave it out',
+            )
+    for key in ("epochs", "minibatches"):
+        found = getattr(config.training, key)
+        if algorithm.kind not in _ON_POLICY and found != 1:
+            raise ConfigError(
+                f"training.{key}",
+                f'found {found} with algorithm.kind = "{algorithm.kind}", whose updates replay.updates_per_step and replay.draw decide; use 1',
+            )
 
 
 def _check_replay(config: RunConfig) -> None:
@@ -606,6 +648,8 @@ def _check_replay(config: RunConfig) -> None:
         ("policy.recurrent", policy.recurrent, "none"),
         ("policy.normalise_observations", policy.normalise_observations, False),
         ("training.optimizer.schedule", config.training.optimizer.schedule, "constant"),
+        ("training.epochs", config.training.epochs, 1),
+        ("training.minibatches", config.training.minibatches, 1),
     ):
         if found != needed_value:
             shown = str(needed_value).lower()

@@ -211,10 +211,22 @@ class ActionEngine(WeightReceiver, Protocol):
 
 @travels
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodesWanted:
+    """count whole episodes, in environments made for them from `seed`; greedy: by the likeliest actions, else by drawn ones."""
+
+    count: int
+    greedy: bool
+    seed: int
+
+
+@travels
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryRequest:
-    """One trajectory wanted from an actor, which is asked as a text engine is: `generate`, `abort`, `stats`."""
+    """One trajectory wanted from an actor, which is asked as a text engine is: `generate`, `abort`, `stats`. With `episodes`
+    the answer is `Episodes` in its place, and the environments that trajectories come from stay as they are."""
 
     key: RequestKey
+    episodes: EpisodesWanted | None = None
 
     @property
     def request_id(self) -> str:

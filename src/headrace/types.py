@@ -287,6 +287,18 @@ class Trajectory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Episodes:
+    """Whole episodes that a control policy played to be judged, not trained on.
+
+    returns, lengths: [E]; policy_versions: [E] under which each one ended
+    """
+
+    returns: Array
+    lengths: Array
+    policy_versions: Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
     """All samples (agents, segments) of one attempt at a task. Kept or dropped whole."""
 

@@ -155,3 +155,15 @@ class Recall(gymnasium.Env):
 
 def make_recall(**options) -> gymnasium.Env:
     return Recall(**options)
+
+
+class Choice(Counter):
+    """Pays the action that was taken: 0 or 1 a step."""
+
+    def step(self, action):
+        observation, _, terminated, truncated, info = super().step(action)
+        return observation, float(action), terminated, truncated, info
+
+
+def make_choice(**options) -> gymnasium.Env:
+    return Choice(**options)

@@ -93,6 +93,25 @@ def test_a_seeded_run_repeats_bit_for_bit_and_another_seed_does_not(run):
     assert figures(first) == figures(again)
 
 
+def test_a_run_is_judged_by_whole_episodes_that_change_nothing(run):
+    words = ["evaluation.source=episodes", "evaluation.count=9", "evaluation.every_steps=3", "evaluation.sampled=true"]
+    judged, plain = run("cartpole", *SMALL, *words, name="a"), run("cartpole", *SMALL, name="b")
+    assert judged.code == 0 and judged.weights == plain.weights
+    rows = [json.loads(line) for line in (judged.folder / "evaluation.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 3, 6, 8]
+    assert all(row["count"] == 9 and row["length"] == row["greedy"] >= 8 and row["sampled"] >= 8 for row in rows)
+    assert rows[0]["greedy"] < 100 and "held-out after 8 steps, 9 episodes" in judged.messages
+    assert "held-out, greedy" in str(build_report(judged.folder).text())
+
+
+def test_episodes_that_cannot_be_played_are_said_and_the_run_goes_on(run):
+    """Two environments of 16 steps a batch are trained on for 8 steps; an episode of the judged ones never ends well."""
+    broken = 'env.options={how="raises", after=50}'
+    ran = run("cartpole", *SMALL, "env.count=1", "training.steps=3", "env.id=rollout.control_envs:make_misbehaving",
+              broken, "evaluation.source=episodes")  # fmt: skip
+    assert ran.code == 0 and "no episode could be played" in ran.messages and "the wheel is stuck" in ran.messages
+
+
 def test_a_stopped_run_goes_on_where_it_was(run):
     first = run("cartpole", *SMALL, "policy.normalise_observations=true", "algorithm.normalise_returns=true")
     trainer = json.loads((first.folder / "checkpoints/step_000008/model/trainer.json").read_text())

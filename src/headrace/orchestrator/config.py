@@ -35,13 +35,15 @@ class LimitsConfig(Config):
 
 
 class EvaluationConfig(Config):
-    """[evaluation]: greedy answers to held-out tasks, before and after training, judged by the first of reward.functions."""
+    """[evaluation]: greedy answers to held-out tasks, before and after training, judged by the first of reward.functions; or
+    greedy episodes of a control policy."""
 
     source: str = ""
-    """As `tasks.source`; empty: no evaluation. `heldout` is the built-in source's own held-out part."""
+    """As `tasks.source`; empty: no evaluation. `heldout` is the built-in source's own held-out part, `episodes` whole
+    episodes of [env], in environments that train nothing and begin alike each time."""
     count: NonNegative = 100
-    """Held-out tasks to answer."""
+    """Held-out tasks to answer, or episodes to play (env.count at a time)."""
     every_steps: NonNegative = 0
     """0: only before the first step and after the last."""
     sampled: bool = False
-    """Also score one sampled answer to each task at the run's temperature."""
+    """Also score one sampled answer to each task at the run's temperature, or episodes of drawn actions."""

@@ -1,18 +1,32 @@
-"""Held-out tasks into two figures: how good are greedy answers, and sampled ones, under the weights that are live."""
+"""Held-out tasks, or episodes of a control policy, into two figures: how good are greedy answers or actions, and sampled
+ones, under the weights that are live."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any, Protocol
 
 import numpy as np
 
 from headrace.errors import PartFailed
-from headrace.protocols import Rewarder, RewardRequest, TextEngine
+from headrace.protocols import EpisodesWanted, Rewarder, RewardRequest, TextEngine, TrajectoryRequest
 from headrace.rollout.token_rollout import TextEnvironment, member_seed
-from headrace.types import GenerateRequest, Generation, RequestKey, SamplingParams, Task
+from headrace.types import Episodes, GenerateRequest, Generation, RequestKey, SamplingParams, Task
 
 GREEDY, SAMPLED = "greedy", "sampled"
+
+
+class Evaluation(Protocol):
+    """What a run is judged by while training stands."""
+
+    async def __call__(self) -> dict[str, float]:
+        """Mean reward by mode, and `count`."""
+        ...
+
+    def words(self, result: dict[str, float]) -> str:
+        """The result in a line."""
+        ...
 
 
 class Evaluator:
@@ -46,6 +60,10 @@ class Evaluator:
             result["count"] = float(len(scored))
         return result
 
+    def words(self, result: dict[str, float]) -> str:
+        figures = ", ".join(f"{name} {value:.1%}" for name, value in result.items() if name != "count")
+        return f"{result.get('count', 0):.0f} tasks: {figures}"
+
     async def _one(self, index: int, task: Task, sampling: SamplingParams) -> float | None:
         turn = await self.environment.reset(task)
         request = GenerateRequest(
@@ -71,3 +89,43 @@ class Evaluator:
             ]
         )
         return next(iter(score[0].parts.values()), score[0].reward)
+
+
+class EpisodeEvaluator:
+    """Mean return of whole episodes, the same starts each time, in environments that train nothing.
+
+    engine: a dispatcher over what acts; retries: further tries when one of those fails
+    """
+
+    def __init__(self, engine: Any, *, count: int, sampled: bool, seed: int, retries: int) -> None:
+        self.engine, self.count, self.retries, self.calls = engine, count, retries, 0
+        self.modes = {GREEDY: True, SAMPLED: False} if sampled else {GREEDY: True}
+        self.seed = member_seed(seed, 0, 0, 0)
+        self.problem = ""
+
+    async def __call__(self) -> dict[str, float]:
+        """Mean return by mode, the greedy episodes' mean length, and how many there were; no figure where none ended."""
+        result: dict[str, float] = {}
+        for mode, greedy in self.modes.items():
+            episodes = await self._episodes(EpisodesWanted(count=self.count, greedy=greedy, seed=self.seed))
+            if episodes is not None:
+                result[mode] = float(episodes.returns.mean())
+                result.setdefault("length", float(episodes.lengths.mean()))
+            result["count"] = float(len(episodes.returns)) if episodes is not None else 0.0
+        return result
+
+    def words(self, result: dict[str, float]) -> str:
+        if not result["count"]:
+            return f"no episode could be played: {self.problem}"
+        figures = ", ".join(f"{name} {result[name]:.1f}" for name in self.modes if name in result)
+        return f"{result['count']:.0f} episodes of {result['length']:.0f} steps: mean return {figures}"
+
+    async def _episodes(self, wanted: EpisodesWanted) -> Episodes | None:
+        for _ in range(self.retries + 1):
+            self.calls += 1
+            try:
+                key = RequestKey(lease_id="evaluation", attempt=self.calls)
+                return await self.engine.generate(TrajectoryRequest(key=key, episodes=wanted))
+            except PartFailed as error:
+                self.problem = str(error).partition("\n")[0]
+        return None

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from headrace.observability.metrics import (
 from headrace.observability.recorder import RunRecorder
 from headrace.orchestrator.checkpoint import Checkpoints, capture
 from headrace.orchestrator.controller import Controller, StepReport, first_line
+from headrace.orchestrator.evaluate import Evaluation
 from headrace.protocols import Lease
 from headrace.types import Event, FlowStatus, Stat, Trajectory, Unit
 
@@ -45,7 +46,7 @@ class Narrator:
         decode: Callable[[Any], str] | None,
         describe: Callable[[Any], str],
         names: tuple[str, str, str] = ("samples", "tokens", "groups"),
-        evaluator: Callable[[], Awaitable[dict[str, float]]] | None = None,
+        evaluator: Evaluation | None = None,
         reward_metrics: Callable[[], dict[str, Stat]] = dict,
     ) -> None:
         self.run_folder, self.recorder, self.display, self.checkpoints = run_folder, recorder, display, checkpoints
@@ -140,8 +141,7 @@ class Narrator:
         self.evaluation_s += time.monotonic() - started
         row = {"step": step, **result}
         self._append("evaluation.jsonl", json.dumps(row))
-        figures = ", ".join(f"{name} {value:.1%}" for name, value in result.items() if name != "count")
-        self.message(f"held-out after {step} steps, {result.get('count', 0):.0f} tasks: {figures}")
+        self.message(f"held-out after {step} steps, {self.evaluator.words(result)}")
 
     # ---------------------------------------------------------------------------------------------------- metrics
 

@@ -12,7 +12,7 @@ from headrace.config import RunConfig
 from headrace.exchange.buffer import LeaseBuffer
 from headrace.orchestrator.checkpoint import Restored
 from headrace.orchestrator.dispatcher import Dispatcher
-from headrace.orchestrator.evaluate import Evaluator
+from headrace.orchestrator.evaluate import Evaluation
 from headrace.orchestrator.learner import Learner
 from headrace.protocols import Runtime, TaskSource
 from headrace.types import Event
@@ -72,5 +72,5 @@ class Parts:
     describe: Callable[[Any], str]
     decode: Callable[[Any], str] | None = None
     names: tuple[str, str, str] = ("samples", "tokens", "groups")
-    evaluator: Evaluator | None = None
+    evaluator: Evaluation | None = None
     reward_metrics: Callable[[], dict[str, Any]] = dict

@@ -40,7 +40,8 @@ class QNetwork(nn.Module):
         """[B, A] logits of the policy: epsilon shared by all actions, the rest on the best one."""
         q = self(observations)
         greedy = torch.zeros_like(q).scatter_(1, q.argmax(1, keepdim=True), 1.0)
-        chances = (1 - self.epsilon) * greedy + self.epsilon / q.shape[1]
+        epsilon = self.epsilon.clamp(max=1 - 1e-6)  # the best one stays the likeliest, for who plays greedily
+        chances = (1 - epsilon) * greedy + epsilon / q.shape[1]
         return chances.clamp(min=1e-20).log(), state
 
 

@@ -7,25 +7,31 @@ import dataclasses
 import time
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from headrace.errors import PartFailed
+from headrace.errors import HeadraceError, PartFailed
 from headrace.policies.spaces import Spaces
-from headrace.protocols import PauseMode, RunningPolicy, WorkerContext
+from headrace.protocols import PauseMode, RunningPolicy, TrajectoryRequest, WorkerContext
+from headrace.rollout.config import EnvConfig
 from headrace.rollout.engines.policy_network import PolicyNetworkEngine
-from headrace.types import EngineStats, Event, Trajectory, WeightTicket
+from headrace.types import EngineStats, Episodes, Event, Trajectory, WeightTicket
 
 JOIN_S = 0.002
 """Pieces of work that follow one another within so long are one piece on the timeline."""
 GENERATE_EVENT_S = 0.25
+TURN_S = 0.002
+"""Weights, stats and cancellations wait at most so long for a loop that steps (or for one step)."""
+_OF_EPISODES = 1 << 20
+"""Index of the environments that play whole episodes: no actor has so high a number."""
 
 
 class Acting:
     """The engine's face of an actor or of a policy worker. `generate` is the subclass's; it keeps `_requests` (ids to
     steps so far) and counts `_steps`."""
 
-    def __init__(self, context: WorkerContext, engine: PolicyNetworkEngine) -> None:
-        self.context, self.engine = context, engine
+    def __init__(self, context: WorkerContext, env: EnvConfig, engine: PolicyNetworkEngine) -> None:
+        self.context, self.env, self.engine = context, env, engine
         self._lock = asyncio.Lock()
         self._requests: dict[str, int] = {}
         self._aborted: set[str] = set()
@@ -35,6 +41,44 @@ class Acting:
     async def describe(self) -> Spaces:
         """What the environments show and take: the trainer builds its network from it."""
         return self.engine.spaces
+
+    async def play(self, request: TrajectoryRequest) -> Episodes:
+        """Whole episodes for `request.episodes`, beside the environments that trajectories come from."""
+        from headrace.rollout.environments.gymnasium_vector import VectorEnvironment
+        from headrace.rollout.episodes import play, shares
+
+        wanted = request.episodes
+        assert wanted is not None
+        turn_at = 0.0
+
+        async def stepped(count: int) -> None:
+            nonlocal turn_at
+            self._steps += count
+            if time.monotonic() >= turn_at:
+                self._requests[request.request_id] += 1
+                await asyncio.sleep(0)
+                turn_at = time.monotonic() + TURN_S
+            if request.request_id in self._aborted:
+                raise PartFailed(f"{request.request_id} was aborted")
+
+        env = msgspec.structs.replace(self.env, count=min(wanted.count, self.env.count))
+        self._requests[request.request_id] = 0
+        try:
+            async with self._lock:
+                environments = VectorEnvironment(env, seed=wanted.seed, index=_OF_EPISODES)
+                try:
+                    return await play(
+                        self.engine, environments, shares(wanted.count, env.count), wanted.greedy, wanted.seed, stepped
+                    )
+                finally:
+                    environments.close()
+        except HeadraceError:
+            raise
+        except Exception as error:
+            raise PartFailed(f"{self.env.id} failed: {type(error).__name__}: {error}") from error
+        finally:
+            self._requests.pop(request.request_id, None)
+            self._aborted.discard(request.request_id)
 
     async def abort(self, request_id: str, keep_kv: bool = False) -> None:
         """End a request. Half a trajectory is none, so nothing is handed back."""

@@ -153,7 +153,8 @@ class ClientsConfig(Config):
 
 class EnvConfig(Config):
     """[env]: what a control policy acts in. A config with an `id` is control RL: units are trajectories, and [tasks], [reward],
-    [group] and [model] are not read (but for group.retries)."""
+    [group] and [model] are not read (but for group.retries); of [training] count steps, groups, epochs, minibatches, threads
+    and [training.optimizer]."""
 
     id: str = ""
     """A Gymnasium id, `sim:ID` (simulated many at once, see `env.device`), `envpool:ID`, or `pkg.module:make_env` (or `file.py:make_env`): a function of `options` that returns an

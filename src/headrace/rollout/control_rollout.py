@@ -17,14 +17,11 @@ from headrace.errors import HeadraceError, PartFailed, RolloutDropped
 from headrace.policies.config import PolicyConfig
 from headrace.policies.spaces import Spaces
 from headrace.protocols import Lease, TrajectoryRequest, WeightChannel, WorkerContext
-from headrace.rollout.acting import Acting, mix_seed, refuse_what_is_not_finite
+from headrace.rollout.acting import TURN_S, Acting, mix_seed, refuse_what_is_not_finite
 from headrace.rollout.config import EnvConfig
 from headrace.rollout.engines.policy_network import PolicyNetworkEngine
 from headrace.rollout.environments.gymnasium_vector import VectorEnvironment
-from headrace.types import Array, RequestKey, Trajectory
-
-TURN_S = 0.002
-"""Weights, stats and cancellations wait at most so long for a loop that steps (or for one step)."""
+from headrace.types import Array, Episodes, RequestKey, Trajectory
 
 
 def build_actor(
@@ -49,14 +46,16 @@ class Actor(Acting):
         self.env, self.seed, self.index = env, seed, int(context.name.rpartition("-")[2])
         self.makes = 0
         self.environments: VectorEnvironment | None = self._make()
-        super().__init__(context, self._make_engine(policy, channel))
+        super().__init__(context, env, self._make_engine(policy, channel))
         self._turn_at = 0.0
         self._begin_episodes()
 
     # ------------------------------------------------------------------------------------------------ trajectories
 
-    async def generate(self, request: TrajectoryRequest) -> Trajectory:
-        """One trajectory. Raises `PartFailed` for an environment that misbehaves."""
+    async def generate(self, request: TrajectoryRequest) -> Trajectory | Episodes:
+        """One trajectory, or whole episodes. Raises `PartFailed` for an environment that misbehaves."""
+        if request.episodes is not None:
+            return await self.play(request)
         self._requests[request.request_id] = 0
         try:
             async with self._lock:

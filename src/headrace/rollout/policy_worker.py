@@ -33,7 +33,7 @@ from headrace.rollout.config import EnvConfig
 from headrace.rollout.engines.policy_network import PolicyNetworkEngine
 from headrace.rollout.environments.gymnasium_vector import VectorEnvironment
 from headrace.rollout.rollout_worker import ERROR_BYTES, LENGTH, WorkerPlan
-from headrace.types import Trajectory
+from headrace.types import Episodes, Trajectory
 
 CLOSE_S = 2.0
 MOST_DEATHS = 3
@@ -89,7 +89,7 @@ class PolicyWorker(Acting):
         self.env, self.index = env, int(context.name.rpartition("-")[2])
         self.seed = mix_seed(seed, 1000 + self.index)
         spaces, in_place = _probe(env)
-        super().__init__(context, PolicyNetworkEngine(spaces, policy, channel, mix_seed(seed, self.index)))
+        super().__init__(context, env, PolicyNetworkEngine(spaces, policy, channel, mix_seed(seed, self.index)))
         slots, count, outputs = env.workers * env.splits, env.count, self.engine.distribution.size
         self.layout = _layout(self.engine, env, slots, in_place)
         self.descriptor, self.arrays = arena.create(self.layout)
@@ -112,8 +112,10 @@ class PolicyWorker(Acting):
 
     # ---------------------------------------------------------------------------------------------------- requests
 
-    async def generate(self, request: TrajectoryRequest) -> Trajectory:
-        """One trajectory, from whichever slot is free first. Raises `PartFailed`."""
+    async def generate(self, request: TrajectoryRequest) -> Trajectory | Episodes:
+        """One trajectory, from whichever slot is free first, or whole episodes. Raises `PartFailed`."""
+        if request.episodes is not None:
+            return await self.play(request)
         answer: asyncio.Future[Trajectory] = asyncio.get_running_loop().create_future()
         self._requests[request.request_id] = 0
         self._queue.append((request, answer))
