@@ -1,4 +1,4 @@
-"""Breaks the flow on purpose, one fault at a time, in a copy of the sources: each must turn some test red.
+"""Breaks the flow and control on purpose, one fault at a time, in a copy of the sources: each must turn some test red.
 
 Run by `make mutants`; writes the table of `tests/mutants.md`. A mutant that survives is a missing test.
 """
@@ -126,6 +126,127 @@ MUTANTS = [
         "            if (ticket := self.ticket) is not None:\n",
         "            if (ticket := None) is not None:\n",
     ),
+    # ------------------------------------------------------------------------------------------------------ control
+    Mutant(
+        "the reset row of next-step autoreset counts as a step",
+        "rollout/environments/gymnasium_vector.py",
+        "        valid = ~self._after_end\n",
+        "        valid = np.ones(self.count, bool)\n",
+        ("tests/rollout/test_gymnasium_vector.py",),
+    ),
+    Mutant(
+        "a final observation is the reset one",
+        "rollout/environments/gymnasium_vector.py",
+        "        final = {name: leaf[ended].copy() for name, leaf in observations.items()}\n",
+        "        final = {name: leaf[ended] * 0 for name, leaf in observations.items()}\n",
+        ("tests/rollout/test_gymnasium_vector.py",),
+    ),
+    Mutant(
+        "a step may be terminated and truncated at once",
+        "rollout/environments/gymnasium_vector.py",
+        "return self._finish(observations, rewards, terminated, truncated & ~terminated, info)",
+        "return self._finish(observations, rewards, terminated, truncated, info)",
+        ("tests/rollout/test_gymnasium_vector.py",),
+    ),
+    Mutant(
+        "all actors' environments start from the same seeds",
+        "rollout/environments/gymnasium_vector.py",
+        "np.random.SeedSequence([seed, index])",
+        "np.random.SeedSequence([0, index])",
+        ("tests/conformance/test_control.py",),
+    ),
+    Mutant(
+        "a memory outlives its episode",
+        "rollout/control_rollout.py",
+        "            if begins.any():\n",
+        "            if False:\n",
+        ("tests/rollout/test_gymnasium_vector.py",),
+    ),
+    Mutant(
+        "a time-out bootstraps from the observation after the reset",
+        "training/backends/control_device.py",
+        "        if cut_values is not None:\n",
+        "        if False:\n",
+        ("tests/conformance/test_control.py",),
+    ),
+    Mutant(
+        "GAE flows back over a cut",
+        "training/advantages.py",
+        "np.where(cut[t], 0.0, discounts[t] * lam) * running",
+        "discounts[t] * lam * running",
+        ("tests/training/test_credit_reference.py",),
+    ),
+    Mutant(
+        "V-trace does not bound its weights",
+        "training/advantages.py",
+        "clipped, traces = np.minimum(rhos, clip_rho), lam",
+        "clipped, traces = rhos, lam",
+        ("tests/conformance/test_control.py",),
+    ),
+    Mutant(
+        "a clipped action's log-probability is kept",
+        "policies/distributions.py",
+        "        return mean + log_std.exp() * noise\n",
+        "        return (mean + log_std.exp() * noise).clamp(-1, 1)\n",
+        ("tests/conformance/test_control.py",),
+    ),
+    Mutant(
+        "a trajectory's steps all name the version that it began with",
+        "rollout/control_rollout.py",
+        "            recorded.act(t, actions, outputs, engine.version)\n",
+        "            recorded.act(t, actions, outputs, engine.version if not t else int(recorded.versions[0, 0]))\n",
+        ("tests/contracts/test_action_engine.py",),
+    ),
+    Mutant(
+        "running figures move before the update",
+        "training/backends/control_device.py",
+        '        rows = Rows(batch)\n        with self._event("forward_backward"):\n            if once:',
+        "        rows = Rows(batch)\n        for name, normalisers in self._network.normalisers():\n            for normaliser in normalisers:\n"
+        '                normaliser.update(rows.observations[name].float())\n        with self._event("forward_backward"):\n            if once:',
+        ("tests/training/test_control_device.py",),
+    ),
+    Mutant(
+        "a hanging rollout worker is waited for",
+        "rollout/policy_worker.py",
+        "            late = worker.outstanding and time.monotonic() - worker.sent_at > limit\n",
+        "            late = False\n",
+        ("tests/rollout/test_policy_worker.py",),
+    ),
+    Mutant(
+        "a slot goes on with what its dead worker had begun",
+        "rollout/policy_worker.py",
+        "            slot.t, slot.waits, slot.request, slot.answer = 0, False, None, None\n",
+        "            slot.waits, slot.request, slot.answer = False, None, None\n",
+        ("tests/rollout/test_policy_worker.py",),
+    ),
+    Mutant(
+        "a replayed transition runs over an end",
+        "exchange/stores/replay.py",
+        "        goes_on &= np.logical_and.accumulate(~ended, axis=1)\n",
+        "",
+        ("tests/exchange/test_replay.py",),
+    ),
+    Mutant(
+        "an evicted unit keeps its lease",
+        "exchange/replay.py",
+        "            super().settle(lease, TRAINED)\n",
+        "            pass\n",
+        ("tests/exchange/test_replay.py",),
+    ),
+    Mutant(
+        "a simulator's steps are copied for the policy",
+        "rollout/tensor_rollout.py",
+        "act({PLAIN: observations[t]}, {}, noise[t])",
+        "act({PLAIN: observations[t].clone()}, {}, noise[t])",
+        ("tests/rollout/test_tensor_rollout.py",),
+    ),
+    Mutant(
+        "the first episodes to end are the ones that are judged",
+        "rollout/episodes.py",
+        "(left > 0)):",
+        "(left.sum() > 0)):",
+        ("tests/rollout/test_episodes.py",),
+    ),
 ]
 
 
@@ -178,7 +299,7 @@ def main() -> int:
             rows.append(f"| {mutant.name} | `{mutant.file}` | {'`' + by + '`' if killed else '**survived**'} |")
     if not wanted:
         head = (
-            "# Mutants of the flow\n\nEach row breaks one rule in a copy of the sources; the last column is the first test "
+            "# Mutants of the flow and of control\n\nEach row breaks one rule in a copy of the sources; the last column is the first test "
             "that turns red.\nMade by `make mutants` (`tests/run_mutants.py`).\n\n| what is broken | where | turned red |\n|---|---|---|\n"
         )
         (ROOT / "tests" / "mutants.md").write_text(head + "\n".join(rows) + "\n", encoding="utf-8")

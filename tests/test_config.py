@@ -439,8 +439,8 @@ def test_what_adapters_cannot_be_had_with(overrides: list[str], expected: str):
             'training.minibatches: found 2 with algorithm.kind = "sac"',
         ),
         (
-            ["env.id=CartPole-v1", "algorithm.kind=impala", "algorithm.lam=0.9"],
-            'algorithm.lam: found 0.9 with algorithm.kind = "impala", which does not read it (it is of ppo)',
+            ["env.id=CartPole-v1", "algorithm.kind=impala", "algorithm.clip=0.1"],
+            'algorithm.clip: found 0.1 with algorithm.kind = "impala", which does not read it (it is of ppo, appo)',
         ),
         (["env.id=CartPole-v1", "evaluation.source=heldout"], 'evaluation.source: found "heldout" with env.id'),
         (["env.id=CartPole-v1", "evaluation.every_steps=5"], "evaluation.every_steps: found 5 without"),

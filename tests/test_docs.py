@@ -70,9 +70,11 @@ def test_the_metrics_page_names_every_metric_that_is_written():
             prefix = name.rpartition("/")[0] if "/" in name else prefix
             named.add(name if "/" in name else f"{prefix}/{name}")
     written: set[str] = set()
-    for file in ("orchestrator/narrator.py", "training/metrics.py", "training/losses.py", "reward/meter.py"):
-        source = (ROOT / "src" / "headrace" / file).read_text(encoding="utf-8")
-        written |= set(re.findall(r'"([a-z]+/[a-z0-9_]+)"', source))
+    source = ROOT / "src" / "headrace"
+    files = ["narrator.py", "learner.py", "replay_learner.py", "turns.py", "evaluate.py"]
+    for file in [*(source / "orchestrator" / name for name in files), *source.glob("training/**/*.py"),
+                 source / "reward/meter.py", source / "exchange/replay.py"]:  # fmt: skip
+        written |= set(re.findall(r'"([a-z]+/[a-z0-9_/]+)"', file.read_text(encoding="utf-8")))
     assert len(written) > 50
     prefixes = {name for name in written if any(other.startswith(f"{name}/") for other in named)}
     assert sorted(written - named - prefixes) == []

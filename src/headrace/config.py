@@ -606,7 +606,7 @@ _ON_POLICY = ("ppo", "appo", "impala")
 _READ_BY: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("value_clip", "value_coef", "entropy_coef", "normalise_advantages", "target_kl"), _ON_POLICY),
     "normalise_returns": _ON_POLICY,
-    "lam": ("ppo",),
+    "lam": _ON_POLICY,
     "clip": ("ppo", "appo"),
     **dict.fromkeys(("clip_rho", "clip_c"), ("appo", "impala")),
     **dict.fromkeys(("double", "huber", "epsilon", "epsilon_share"), ("dqn",)),

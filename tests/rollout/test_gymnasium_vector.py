@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from headrace.errors import ConfigError, PartFailed
 from headrace.policies.config import PolicyConfig
 from headrace.rollout.config import EnvConfig
 from headrace.rollout.environments.gymnasium_vector import VectorEnvironment
+from headrace.training.steps import resets
 from rollout.control_helpers import ENVS, actor, collect, counter_transitions, transitions
 
 MODES = [
@@ -135,3 +137,19 @@ async def test_an_environment_that_misbehaves_fails_its_trajectory_alone(how, wo
         await collect(made)
     (unit,) = await collect(made)
     assert unit.observations["obs"][0, :, 1].tolist() == [0, 0] and made.makes == 2
+
+
+@pytest.mark.parametrize("autoreset", ["next_step", "same_step", "disabled"])
+async def test_a_memory_is_carried_over_trajectories_and_empty_where_an_episode_begins(autoreset):
+    policy = PolicyConfig(hidden=(8,), recurrent="gru", recurrent_size=8)
+    made = actor("counter", policy=policy, autoreset=autoreset, steps=5)
+    network, units = made.engine.network, await collect(made, 3)
+    for unit in units:
+        begins = resets(unit.terminated | unit.truncated, unit.valid)
+        state = {name: torch.from_numpy(value) for name, value in unit.initial_state.items()}
+        shown = {"obs": torch.from_numpy(unit.observations["obs"][:-1])}
+        outputs, _, _ = network.unroll(shown, torch.from_numpy(begins), state)
+        logs = made.engine.distribution.logprobs(outputs, torch.from_numpy(unit.actions)).numpy()
+        np.testing.assert_allclose(unit.behavior_logprobs[unit.valid], logs[unit.valid], atol=1e-5)
+        assert begins.any()
+    assert all(np.abs(unit.initial_state["h"]).max() > 0 for unit in units[1:])

@@ -78,21 +78,27 @@ def late_return(ran: Ran) -> float:
     return float(np.mean([row["episode/return"] for row in ran.steps if row.get("episode/count")][-10:]))
 
 
+SEEDS = pytest.mark.parametrize("seed", range(3))
+
+
 @pytest.mark.slow
-def test_dqn_learns_to_balance(run):
-    ran = run("dqn", "learn", "training.steps=160")
+@SEEDS
+def test_dqn_learns_to_balance(run, seed):
+    ran = run("dqn", "learn", "training.steps=160", f"seed={seed}")
     assert ran.code == 0 and late_return(ran) > 300
 
 
 @pytest.mark.slow
-def test_sac_learns_to_swing_up(run):
-    ran = run("sac", "learn", "training.steps=160")
+@SEEDS
+def test_sac_learns_to_swing_up(run, seed):
+    ran = run("sac", "learn", "training.steps=160", f"seed={seed}")
     assert ran.code == 0 and late_return(ran) > -300
 
 
 @pytest.mark.slow
-def test_a_simulated_batch_learns_to_balance(run):
-    ran = run("tensor_sim", "learn", "training.steps=60")
+@SEEDS
+def test_a_simulated_batch_learns_to_balance(run, seed):
+    ran = run("tensor_sim", "learn", "training.steps=100", f"seed={seed}")
     assert ran.code == 0 and ran.steps[-1]["reward/mean"] >= 475
 
 

@@ -149,10 +149,12 @@ def test_vtrace_does_not_look_past_a_truncation():
     np.testing.assert_allclose(credit.targets, [1, 100])
 
 
-def test_on_policy_vtrace_is_gae_with_lambda_one():
+@pytest.mark.parametrize("lam", [1.0, 0.8])
+def test_on_policy_vtrace_is_gae(lam):
     rng = np.random.default_rng(0)
     rewards, values, bootstrap = rng.normal(size=(6, 3)), rng.normal(size=(6, 3)), rng.normal(size=3)
     discounts = 0.9 * (rng.random((6, 3)) > 0.2)
-    v = vtrace(np.ones((6, 3)), rewards, values, bootstrap, discounts)
-    g = gae(rewards, values, bootstrap, discounts, 1.0)
+    v = vtrace(np.ones((6, 3)), rewards, values, bootstrap, discounts, lam=lam)
+    g = gae(rewards, values, bootstrap, discounts, lam)
     np.testing.assert_allclose(v.targets, g.targets)
+    np.testing.assert_allclose(v.advantages, g.advantages)

@@ -106,6 +106,18 @@ async def test_one_update_equals_the_same_by_the_calls_of_every_backend():
     torch.testing.assert_close(one._flat.values, other._flat.values)
 
 
+async def test_the_ratio_stands_once_in_the_loss_in_impalas_advantages_or_in_appos_surrogate():
+    batch = steps()
+    impala, appo = [await device(AlgorithmConfig(kind=kind)) for kind in ("impala", "appo")]
+    weighted, plain = await impala.annotate(batch, ["values"]), await appo.annotate(batch, ["values"])
+    with torch.no_grad():
+        logprobs, _, _ = appo._forward(module.Rows(batch), slice(None))
+    ratios = np.exp(logprobs.view(batch.rewards.shape).numpy() - batch.behavior_logprobs)
+    assert (ratios > 1).any() and (ratios < 1).any()
+    np.testing.assert_allclose(weighted.advantages, np.minimum(ratios, 1) * plain.advantages, atol=1e-6)
+    np.testing.assert_allclose(weighted.targets, plain.targets, atol=1e-6)
+
+
 async def test_minibatches_see_each_row_once_an_epoch():
     made = await device(epochs=2, minibatches=4)
     seen: list[int] = []

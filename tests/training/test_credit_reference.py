@@ -85,7 +85,7 @@ def rlax_gae(rhos, rewards, values, discounts):
     return found, found + values[:-1]
 
 
-def rlax_vtrace(clip):
+def rlax_vtrace(clip, lam):
     def rule(rhos, rewards, values, discounts):
         found = rlax.vtrace_td_error_and_advantage(
             values[:-1],
@@ -93,6 +93,7 @@ def rlax_vtrace(clip):
             rewards,
             discounts,
             rhos,
+            lambda_=lam,
             clip_rho_threshold=clip,
             clip_pg_rho_threshold=clip,
         )
@@ -119,11 +120,12 @@ def test_gae_equals_rlax_on_each_piece(seed):
     np.testing.assert_allclose(found.targets, targets, atol=1e-9)
 
 
+@pytest.mark.parametrize("lam", [1.0, 0.9])
 @pytest.mark.parametrize("clip", [1.0, 2.5])
 @pytest.mark.parametrize("seed", range(4))
-def test_vtrace_equals_rlax_on_each_piece(seed, clip):
+def test_vtrace_equals_rlax_on_each_piece(seed, clip, lam):
     paths = Paths.random(seed)
-    advantages, targets = paths.by_pieces(rlax_vtrace(clip))
+    advantages, targets = paths.by_pieces(rlax_vtrace(clip, lam))
     found = vtrace(
         paths.rhos,
         paths.rewards,
@@ -134,6 +136,7 @@ def test_vtrace_equals_rlax_on_each_piece(seed, clip):
         paths.truncation_values,
         clip_rho=clip,
         valid=paths.valid,
+        lam=lam,
     )
     np.testing.assert_allclose(found.advantages, advantages, atol=1e-9)
     np.testing.assert_allclose(found.targets, targets, atol=1e-9)

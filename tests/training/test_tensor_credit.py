@@ -39,15 +39,17 @@ def test_gae_is_that_of_arrays(seed):
     assert paths.truncated.any() and (paths.discounts != GAMMA).any()
 
 
-@pytest.mark.parametrize("clip_rho, clip_c", [(1.0, 1.0), (2.0, 0.7)])
+@pytest.mark.parametrize("clip_rho, clip_c, lam, weighted", [(1.0, 1.0, 1.0, True), (2.0, 0.7, 0.9, False)])
 @pytest.mark.parametrize("seed", range(5))
-def test_vtrace_is_that_of_arrays(seed, clip_rho, clip_c):
+def test_vtrace_is_that_of_arrays(seed, clip_rho, clip_c, lam, weighted):
     paths = without_reset_rows(seed)
     expected = vtrace(
         paths.rhos, paths.rewards, paths.values, paths.bootstrap, paths.discounts, paths.truncated,
-        paths.truncation_values, clip_rho, clip_c,
+        paths.truncation_values, clip_rho, clip_c, lam=lam, weighted=weighted,
     )  # fmt: skip
     rewards, values, following, discounts, cut, rhos = tensors(paths)
-    advantages, targets = vtrace_tensors(rhos, rewards, values, following, discounts, cut, clip_rho, clip_c)
+    advantages, targets = vtrace_tensors(
+        rhos, rewards, values, following, discounts, cut, clip_rho, clip_c, lam, weighted
+    )
     np.testing.assert_allclose(advantages, expected.advantages, atol=1e-12)
     np.testing.assert_allclose(targets, expected.targets, atol=1e-12)

@@ -181,17 +181,21 @@ def vtrace(
     clip_rho: float = 1.0,
     clip_c: float = 1.0,
     valid: Array | None = None,
+    lam: float = 1.0,
+    weighted: bool = True,
 ) -> Credit:
     """[T, ...] V-trace. Espeholt et al. 2018, arXiv:1802.01561.
 
-    rhos: current over behaviour probability of each action
-    targets: v_t = V_t + sum_k discounts...c (d_k); advantages: min(rho, clip) (r_t + discount_t v_{t+1} - V_t)
+    rhos: current over behaviour probability of each action; lam: shortens the traces, c_t = lam min(rho, clip) (remark 2)
+    targets: v_t = V_t + sum_k discounts...c (d_k)
+    advantages: min(rho, clip) (r_t + discount_t (lam v_{t+1} + (1 - lam) V_{t+1}) - V_t), on-policy those of `gae`
+    weighted: False leaves min(rho, clip) out of the advantages, for a surrogate that has the ratio in it already
     truncated, truncation_values, valid: as for `gae`
     """
     rhos, rewards, values = _masked(valid, rhos, rewards, values)
     cut = np.zeros(rewards.shape, dtype=bool) if truncated is None else truncated.astype(bool)
     last = np.broadcast_to(np.asarray(bootstrap, dtype=np.float64), rewards.shape[1:])
-    clipped, traces = np.minimum(rhos, clip_rho), np.minimum(rhos, clip_c)
+    clipped, traces = np.minimum(rhos, clip_rho), lam * np.minimum(rhos, clip_c)
     deltas = clipped * (rewards + discounts * _next_values(values, last, cut, truncation_values) - values)
     corrections = np.zeros(rewards.shape)
     running = np.zeros(rewards.shape[1:])
@@ -199,5 +203,6 @@ def vtrace(
         running = deltas[t] + np.where(cut[t], 0.0, discounts[t] * traces[t]) * running
         corrections[t] = running
     targets = values + corrections
-    advantages = clipped * (rewards + discounts * _next_values(targets, last, cut, truncation_values) - values)
+    after = _next_values(values + lam * corrections, last, cut, truncation_values)
+    advantages = (clipped if weighted else 1.0) * (rewards + discounts * after - values)
     return Credit(*_masked(valid, advantages, targets))

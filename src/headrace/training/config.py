@@ -109,7 +109,7 @@ class AlgorithmConfig(Config):
     gamma: Annotated[float, Meta(ge=0, le=1)] = 0.99
     """Discount a step."""
     lam: Annotated[float, Meta(ge=0, le=1)] = 0.95
-    """Of GAE."""
+    """Of GAE, and of V-trace's traces; 1 there: those of the paper."""
     clip: Ratio = 0.2
     """The ratio is clipped at 1 - clip and 1 + clip."""
     value_clip: Ratio = 0.0

@@ -28,17 +28,22 @@ def vtrace_tensors(
     cut: Tensor,
     clip_rho: float,
     clip_c: float,
+    lam: float = 1.0,
+    weighted: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """[T, ...] advantages and targets; arguments as for `gae_tensors`. Espeholt et al. 2018, arXiv:1802.01561.
 
-    rhos: current over behaviour probability of each action
+    rhos: current over behaviour probability of each action; lam: shortens the traces
+    weighted: whether the advantages hold the bounded ratio
     """
     clipped = rhos.clamp(max=clip_rho)
     deltas = clipped * (rewards + discounts * following - values)
-    targets = values + _backwards(deltas, discounts * rhos.clamp(max=clip_c) * ~cut)
+    corrections = _backwards(deltas, discounts * rhos.clamp(max=clip_c) * lam * ~cut)
+    mixed = values + lam * corrections
     # After a cut, and after the last row, comes a state whose own target is not known: its value stands for it.
-    after = torch.cat([torch.where(cut[:-1], following[:-1], targets[1:]), following[-1:]])
-    return clipped * (rewards + discounts * after - values), targets
+    after = torch.cat([torch.where(cut[:-1], following[:-1], mixed[1:]), following[-1:]])
+    advantages = rewards + discounts * after - values
+    return clipped * advantages if weighted else advantages, values + corrections
 
 
 def _backwards(deltas: Tensor, decays: Tensor) -> Tensor:

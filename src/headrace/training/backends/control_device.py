@@ -199,8 +199,10 @@ class ControlDevice(PolicyDevice):
             return own, gae(batch.rewards, own, after, batch.discounts, self._algorithm.lam, **path)
         assert logprobs is not None
         ratios = np.exp(np.clip(logprobs.view(steps, count).numpy() - batch.behavior_logprobs, -20, 20))
-        clips = {"clip_rho": self._algorithm.clip_rho, "clip_c": self._algorithm.clip_c}
-        return own, vtrace(ratios, batch.rewards, own, after, batch.discounts, **path, **clips)
+        chosen = self._algorithm
+        how = {"clip_rho": chosen.clip_rho, "clip_c": chosen.clip_c, "lam": chosen.lam}
+        how["weighted"] = chosen.kind == "impala"  # the surrogate of appo has the ratio in it
+        return own, vtrace(ratios, batch.rewards, own, after, batch.discounts, **path, **how)
 
     @torch.no_grad()
     def _follow(self, rows: Rows) -> None:

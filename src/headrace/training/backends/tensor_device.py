@@ -80,8 +80,8 @@ class TensorDevice(ControlDevice):
         else:
             logprobs = self._distribution.logprobs(outputs, rows.actions)
             rhos = (logprobs - rows.behavior_logprobs).clamp(-20, 20).exp().view(shape)
-            clips = algorithm.clip_rho, algorithm.clip_c
-            credit = vtrace_tensors(rhos, rows.rewards, values, following, discounts, rows.cut, *clips)
+            how = algorithm.clip_rho, algorithm.clip_c, algorithm.lam, algorithm.kind == "impala"
+            credit = vtrace_tensors(rhos, rows.rewards, values, following, discounts, rows.cut, *how)
         return values.flatten(), credit[0].flatten(), credit[1].flatten()
 
 
