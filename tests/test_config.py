@@ -369,6 +369,7 @@ def test_the_product_of_the_axes_is_refused_exactly_where_the_design_says(interr
             'weights.partial: found "restart" with rollout.source',
         ),
         (["rollout.source=http", "rollout.function=own.py:twice"], "rollout.function: found with rollout.source"),
+        (["rollout.source=redis"], 'rollout.source: found "redis" without env.id'),
         (["name=a/b"], 'name: found "a/b"'),
         (["tasks.source="], "tasks.source: missing"),
         (["model.path="], "model.path: missing"),
@@ -384,6 +385,7 @@ def test_numbers_and_inputs_that_cannot_work(overrides: list[str], expected: str
 
 
 ADAPTER = "training.lora.kind=adapter"
+REMOTE = ("env.id=CartPole-v1", "rollout.source=redis")
 
 
 @pytest.mark.parametrize(
@@ -414,6 +416,21 @@ def test_what_adapters_cannot_be_had_with(overrides: list[str], expected: str):
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
+        (
+            [*REMOTE, "weights.interruption=drain", "weights.partial=none"],
+            'weights.interruption: found "drain" with rollout',
+        ),
+        (
+            [*REMOTE, "weights.channel=shared_memory"],
+            'weights.channel: found "shared_memory" with rollout.source = "redis"',
+        ),
+        ([*REMOTE, "weights.channel=http", "weights.scope=changed"], 'weights.scope: found "changed" with rollout'),
+        (
+            [*REMOTE, "evaluation.source=episodes"],
+            'evaluation.source: found "episodes" with rollout.source = "redis"; leave',
+        ),
+        ([*REMOTE, "env.workers=2"], "env.workers: found 2 with rollout.source"),
+        ([*REMOTE, "runtime=ray"], 'runtime: found "ray" with rollout.source'),
         (["env.id=sim:CartPole-v1", "env.frame_stack=4"], "env.frame_stack: found 4 with 'sim:CartPole-v1'"),
         (["env.id=envpool:Pong-v5", "env.autoreset=disabled"], 'env.autoreset: found "disabled"'),
         (

@@ -60,7 +60,11 @@ class Work(Protocol):
 
 async def assemble(order: RunOrder, stack: AsyncExitStack, display: Display) -> Assembled:
     """The parts of one run, built in the order in which the data flows; `stack` closes them in the other."""
-    config, say = order.config, display.message
+    config, tellers = order.config, [display.message]
+
+    def say(text: str) -> None:
+        tellers[-1](text)
+
     checkpoints = Checkpoints(order.run_dir, config.checkpoint.keep)
     restored = checkpoints.latest(say) if order.resume else None
     steps = config.training.steps
@@ -95,6 +99,7 @@ async def assemble(order: RunOrder, stack: AsyncExitStack, display: Display) -> 
         reward_metrics=parts.reward_metrics,
     )
     watchers.append(narrator.event)
+    tellers.append(narrator.message)
     if restored is not None:
         narrator.tally.restore(restored.flow.get("tally", {}))
     sync = weight_sync(config, dispatcher, parts)
@@ -123,7 +128,7 @@ def open_work(order: RunOrder, say: Callable[[str], None]) -> Work:
     if order.config.env.id:
         from headrace.assemble_control import ControlWork
 
-        return ControlWork(order)
+        return ControlWork(order, say)
     from headrace.assemble_tokens import TokenWork
 
     return TokenWork(order, say)

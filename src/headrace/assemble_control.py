@@ -6,11 +6,15 @@ Buffer, ledger, dispatcher, weight sync, channels, controller and narrator are t
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from headrace.config import RunConfig, stays_on_device
+from headrace.errors import MissingExtra
 from headrace.exchange.buffer import LeaseBuffer
 from headrace.exchange.replay import ReplayBuffer
 from headrace.orchestrator.dispatcher import EngineSlot
@@ -24,8 +28,8 @@ from headrace.types import Trajectory
 
 
 class ControlWork:
-    def __init__(self, order: RunOrder) -> None:
-        self.config = order.config
+    def __init__(self, order: RunOrder, say: Callable[[str], None]) -> None:
+        self.config, self.say = order.config, say
 
     async def open_source(self) -> TaskSource:
         return TrajectorySource(self.config.env.id)
@@ -42,8 +46,11 @@ class ControlWork:
     async def parts(self, flow: Flow) -> Parts:
         """Actors say what their environments show and take; the trainer builds its network from that."""
         config = self.config
-        spawn = actor_spawner(config, flow)
-        names = [f"engine-{n}" for n in range(config.rollout.engine.count)]
+        if config.rollout.source == "redis":
+            names, spawn = ["engine-0"], pool_spawner(config, flow, self.say)
+        else:
+            names = [f"engine-{n}" for n in range(config.rollout.engine.count)]
+            spawn = actor_spawner(config, flow)
         backend, *slots = await asyncio.gather(spawn_trainer(config, flow), *(spawn(name) for name in names))
         await backend.begin(await slots[0].proxy.describe())
         if flow.restored is not None:
@@ -61,15 +68,24 @@ class ControlWork:
         )
 
 
-def actor_spawner(config: RunConfig, flow: Flow) -> Callable[[str], Awaitable[EngineSlot]]:
-    # Environments of a restored run begin new episodes: with the old seeds they would repeat those of the start.
-    arguments = (config.env, config.policy, flow.channel, config.seed + 7919 * flow.buffer.incarnation)
+def seed_of(config: RunConfig, flow: Flow) -> int:
+    """Environments of a restored run begin new episodes: with the old seeds they would repeat those of the start."""
+    return config.seed + 7919 * flow.buffer.incarnation
 
+
+def actor_spawner(config: RunConfig, flow: Flow) -> Callable[[str], Awaitable[EngineSlot]]:
+    """How to spawn one of this run's own."""
+    arguments: tuple[Any, ...] = (config.env, config.policy, flow.channel, seed_of(config, flow))
     build: Any = build_actor
     if config.env.workers:
         from headrace.rollout.policy_worker import build_policy_worker as build
     elif stays_on_device(config):
         from headrace.rollout.tensor_rollout import build_tensor_actor as build
+    replayed = isinstance(flow.buffer, ReplayBuffer)
+    if config.buffer.store == "shared_memory" and config.runtime == "processes" and not replayed:
+        from headrace.orchestrator.placing import build_placing
+
+        build, arguments = build_placing, (build, *arguments)
 
     async def spawn(name: str) -> EngineSlot:
         resources = Resources(threads=config.rollout.engine.threads)
@@ -89,6 +105,38 @@ def evaluator(config: RunConfig, flow: Flow) -> EpisodeEvaluator | None:
         seed=config.seed,
         retries=config.group.retries,
     )
+
+
+def pool_spawner(config: RunConfig, flow: Flow, say: Callable[[str], None]) -> Callable[[str], Awaitable[EngineSlot]]:
+    """How to open the one front of all actors that others start. It lives in this process, whatever the runtime."""
+    try:
+        from headrace.orchestrator.remote.pool import PoolPlan, build_pool, end_board
+    except ImportError:
+        raise MissingExtra("redis", "redis", 'rollout.source = "redis"') from None
+    from headrace.orchestrator.runtimes.local import LocalRuntime
+
+    plan = PoolPlan(
+        session=secrets.token_hex(8),
+        url=config.buffer.url,
+        run=config.name,
+        env=config.env,
+        policy=config.policy,
+        seed=seed_of(config, flow),
+        step_timeout_s=config.rollout.generate_timeout_s,
+        wait_s=config.limits.stall_stop_s,
+        resumed=flow.restored is not None,
+    )
+    runtime = LocalRuntime(flow.record)
+    flow.stack.push_async_callback(asyncio.to_thread, end_board, plan)
+    flow.stack.push_async_callback(runtime.close)
+
+    async def spawn(name: str) -> EngineSlot:
+        nonlocal plan
+        slot = EngineSlot(name, await runtime.spawn(name, build_pool, plan, flow.channel, say))
+        plan = msgspec.structs.replace(plan, resumed=True)  # one that takes its place goes on with its actors
+        return slot
+
+    return spawn
 
 
 def learner(config: RunConfig, backend: Any, buffer: LeaseBuffer) -> ControlLearner:

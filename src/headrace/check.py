@@ -55,6 +55,8 @@ def check(config: RunConfig, *, out: Callable[[str], None] = print) -> int:
     _section(out, "Batches")
     if config.env.id:
         _check_environment(config, out)
+        if config.rollout.source == "redis":
+            _check_actors_server(config, found, out)
     else:
         for line in batch_arithmetic(config):
             out(f"  {line}")
@@ -102,6 +104,19 @@ def _check_environment(config: RunConfig, out: Callable[[str], None]) -> None:
     distribution = distribution_of(action, config.policy.squash)
     network = build_network(made.spaces, config.policy, distribution.size, config.seed)
     out(f"  policy and value: {sum(p.numel() for p in network.parameters()):,} weights")
+
+
+def _check_actors_server(config: RunConfig, found: Findings, out: Callable[[str], None]) -> None:
+    """Whether the server is there at which a run and its actors meet."""
+    from headrace.nearest import answers
+
+    if importlib.util.find_spec("redis") is None:
+        found.problems.append("rollout.source: found 'redis', which needs redis: pip install 'headrace[redis]'")
+    if not answers(config.buffer.url):
+        found.problems.append(
+            "buffer.url: no Redis server answers there; start one (redis-server), or mend the address"
+        )
+    out(f"  acted in by any number of: headrace actor ADDRESS --run {config.name}, ADDRESS being buffer.url")
 
 
 def _check_functions(config: RunConfig, found: Findings) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from headrace.errors import ConfigError, HeadraceError, PartFailed, RunDirError, RunError, UserError
+from headrace.errors import ConfigError, HeadraceError, MissingExtra, PartFailed, RunDirError, RunError, UserError
 
 app = typer.Typer(
     name="headrace",
@@ -122,6 +122,30 @@ def serve(
     folder = make_run_dir(runs_dir / loaded.name, loaded)
     shown = display.value
     raise typer.Exit(_run(loaded, folder, only="rollout", resume=False, display=shown, samples=None, token=token))
+
+
+@app.command()
+def actor(
+    address: Annotated[str, typer.Argument(metavar="ADDRESS", help="Of the run's Redis server: redis://HOST:PORT/DB.")],
+    run: Annotated[str, typer.Option(help="Name of the run, where several want actors.", show_default=False)] = "",
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(metavar="MODULE:NAME", help="Code of yours that the run may name: its env.id or policy.network."),
+    ] = None,
+    patience_s: Annotated[
+        float, typer.Option(min=0.1, help="Give up when the server or the learner is away for longer.")
+    ] = 300.0,
+) -> None:
+    """Step environments for a run with rollout.source=redis, anywhere, until it is over."""
+    try:
+        from headrace.orchestrator.remote.actor import run_actor
+    except ImportError:
+        raise MissingExtra("redis", "redis", "headrace actor") from None
+    try:
+        code = run_actor(address, run, allow or [], patience_s, lambda text: typer.echo(f"headrace: {text}", err=True))
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    raise typer.Exit(code)
 
 
 @app.command()

@@ -224,7 +224,9 @@ def resolve(config: RunConfig) -> RunConfig:
     runtime = config.runtime if config.runtime != "auto" else ("local" if together else "processes")
     depth = config.buffer.depth if config.buffer.depth != "auto" else ("none" if together else "double")
     channel = config.weights.channel
-    if channel == "auto":
+    if channel == "auto" and config.rollout.source == "redis":
+        channel = "http"
+    elif channel == "auto":
         channel = "in_process" if runtime == "local" else "shared_memory"
     return replace(
         config,
@@ -255,6 +257,7 @@ def stays_on_device(config: RunConfig) -> bool:
     """Whether simulator, policy and learner share one device, and steps stay on it as tensors."""
     together = config.env.id.startswith("sim:") and config.runtime == "local" and config.placement == "sync"
     plain = config.policy.kind == "actor_critic" and config.policy.recurrent == "none" and not config.env.workers
+    together = together and config.rollout.source == "engine"
     return together and plain
 
 
@@ -522,9 +525,34 @@ def _check_inputs(config: RunConfig, only: Only | None) -> None:
         seen[name] = index
 
 
+def _check_remote_actors(config: RunConfig) -> None:
+    """What actors that know nothing but an address cannot do: they pull weights between two trajectories."""
+    weights = config.weights
+    if config.rollout.source != "redis":
+        return
+    for path, found, wanted in (
+        ("weights.interruption", weights.interruption, ("never",)),
+        ("weights.channel", weights.channel, ("http", "filesystem")),
+        ("weights.scope", weights.scope, ("full",)),
+        ("env.workers", config.env.workers, (0,)),
+        ("runtime", config.runtime, ("local", "processes")),
+        ("evaluation.source", config.evaluation.source, ("",)),
+    ):
+        if found not in wanted:
+            shown = f'"{found}"' if isinstance(found, str) else found
+            instead = _or([str(choice) for choice in wanted if choice != ""])
+            raise ConfigError(
+                path, f'found {shown} with rollout.source = "redis"; {f"use {instead}" if instead else "leave it out"}'
+            )
+
+
 def _check_clients(config: RunConfig, only: Only | None) -> None:
     """What clients of the HTTP API cannot be asked to do."""
     weights = config.weights
+    if config.rollout.source == "redis":
+        raise ConfigError(
+            "rollout.source", 'found "redis" without env.id; only actors that step environments can be had elsewhere'
+        )
     if not _from_clients(config):
         if config.tasks.source == "clients" and only != "train":
             raise ConfigError("tasks.source", 'found "clients", which goes with rollout.source = "http"')
@@ -599,6 +627,7 @@ def _check_control(config: RunConfig, only: Only | None) -> None:
     if source not in ("", "episodes"):
         raise ConfigError("evaluation.source", f'found "{source}" with env.id, which has no tasks; use episodes')
     _check_algorithm(config)
+    _check_remote_actors(config)
     _check_replay(config)
 
 

@@ -81,12 +81,12 @@ def _missing(config: RunConfig, path: str, found: str) -> str | None:
     package = PACKAGES.get((path, found))
     if package is not None and importlib.util.find_spec(package) is None:
         return f"needs the package {package}, which is not installed"
-    if (path, found) == ("buffer.store", "redis") and not _answers(config.buffer.url):
+    if (path, found) == ("buffer.store", "redis") and not answers(config.buffer.url):
         return f"finds no Redis server at {config.buffer.url}"
     return None
 
 
-def _answers(url: str) -> bool:
+def answers(url: str) -> bool:
     place = urlsplit(url)
     try:
         with socket.create_connection((place.hostname or "127.0.0.1", place.port or 6379), timeout=0.5):

@@ -71,6 +71,34 @@ async def test_a_flow_comes_back_with_its_counts_leases_and_data_position(tmp_pa
     ledger.check([lease.lease_id for lease in ledger.in_flight.values()])
 
 
+@pytest.mark.parametrize("ahead", [0, 1, 3, None])
+@pytest.mark.parametrize("oversample", [0, 2])
+async def test_room_is_the_same_after_a_restore_as_before(tmp_path, ahead, oversample):
+    """The capacity formula, with leases in every state that a checkpoint between two publishes can hold."""
+
+    def made():
+        return buffer(batch=3, ahead=ahead, oversample=oversample, max_in_flight=5)
+
+    before = made()
+    leases = [await before.admit() for _ in range(3)]
+    for number in (0, 1):
+        before.put(leases[number], group(str(number)))
+    [(taken, _)] = await before.take(1, 0)
+    before.mark_trained([taken])
+    before.settle(taken, TRAINED)
+    held, running = 2, 1
+    wanted = 5 - running if ahead is None else min(5 - running, (1 + ahead) * 3 + oversample - held)
+    assert before.room() == wanted
+    checkpoints = Checkpoints(tmp_path, 2)
+    flow, units = capture(before, 1)
+    await checkpoints.save(1, flow, units, save_model)
+    after = made()
+    restore(checkpoints.latest(pytest.fail), after, after.versions, checkpoints.highest_version(1))
+    for _ in range(running):  # what was running is admitted anew, before anything else
+        await after.admit()
+    assert after.room() == wanted and after.held() == held
+
+
 async def test_only_the_newest_are_kept(tmp_path):
     await saved(tmp_path, 1, 2, 3, 12, keep=2)
     assert names(tmp_path) == ["step_000003", "step_000012"]

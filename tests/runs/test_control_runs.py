@@ -189,6 +189,20 @@ def test_asynchronous_architectures_learn_cartpole_with_bounded_lag(start, prese
     assert_accounted(ran)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["impala", "sample_factory"])
+def test_trajectories_may_stay_in_the_memory_of_actors_that_are_killed(start, preset):
+    running = start(preset, "env.target_return=none", "buffer.store=shared_memory", "training.steps=1000000")
+    running.until_step(10)
+    running.workers("engine-0")[0].send_signal(signal.SIGKILL)
+    running.until(lambda: running.said("engine-0 is replaced"))
+    running.until_step(running.steps() + 10)
+    running.process.send_signal(signal.SIGINT)
+    ran = running.wait()
+    assert ran.code == 130, ran.err
+    assert_accounted(ran)
+
+
 def test_a_killed_actor_is_replaced_and_a_killed_learner_ends_the_run_with_one_line(start):
     running = start("impala", *SMALL, "training.steps=1000000")
     running.until_step(10)

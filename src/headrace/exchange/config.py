@@ -23,7 +23,7 @@ class BufferConfig(Config):
     store: Literal["memory", "shared_memory", "redis", "files"] = "memory"
     """Where units wait between rollout and training: memory; shared_memory (slots); files, redis: they outlive a crash."""
     url: str = "redis://127.0.0.1:6379/0"
-    """Of the server, for store = redis."""
+    """Of the server, for store = redis and for rollout.source = redis."""
     max_bytes: NonNegative = 0
     """Bound of the store; 0: none."""
 
@@ -66,7 +66,7 @@ class WeightsConfig(Config):
     """[weights]: how new weights reach the engines and what becomes of what they are generating."""
 
     channel: Literal["auto", "in_process", "shared_memory", "collective", "ipc", "filesystem", "http", "mesh"] = "auto"
-    """auto: in_process with the local runtime, shared_memory with processes. ipc: memory that torch shares; filesystem: a
+    """auto: in_process with the local runtime, shared_memory with processes, http with rollout.source = redis. ipc: memory that torch shares; filesystem: a
     safetensors file a version, in the run's folder; http, collective (gloo): also between machines."""
     scope: Literal["full", "changed"] = "full"
     """full: all weights, each time; changed: positions and values of what changed, to the bit."""

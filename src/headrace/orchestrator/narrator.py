@@ -173,6 +173,8 @@ class Narrator:
             "flow/ignored_replies": float(controller.dispatcher.ignored_replies),
             "flow/engines": float(len(controller.dispatcher.live())),
         }
+        if (refused := getattr(controller.buffer.store, "refused", None)) is not None:
+            row["queue/refused"] = float(refused)
         if sync is not None:
             row |= {"sync/seconds": sync.total_s, "sync/prepare_s": sync.prepare_s, "sync/drain_s": sync.drain_s}
             ticket = controller.weight_sync.ticket

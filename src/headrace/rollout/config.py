@@ -121,9 +121,9 @@ class GroupConfig(Config):
 class RolloutConfig(Config):
     """[rollout]: tasks into scored groups."""
 
-    source: Literal["engine", "http"] = "engine"
-    """Who produces episodes. engine: prompts of [tasks] are answered here; http: clients of the API that [clients] describes,
-    which talk to the model and post scores."""
+    source: Literal["engine", "http", "redis"] = "engine"
+    """Who produces units. engine: parts of this run; http: clients of the API that [clients] describes, which talk to the
+    model and post scores; redis: actors that `headrace actor ADDRESS` starts anywhere (with env.id), by the server at buffer.url."""
     function: str = ""
     """`pkg.module:fn`, an async function (Task, RolloutTools) -> Group, in place of generation."""
     max_in_flight: NonNegative = 0

@@ -19,7 +19,7 @@ STREAM = "headrace:test"
 
 @pytest.fixture
 def store(own_redis: RedisServer) -> Iterator[RedisStore]:
-    opened = RedisStore(own_redis.url, STREAM, retry_s=10.0)
+    opened = RedisStore(own_redis.url, STREAM, retry_s=10.0, accept=True)
     yield opened
     opened.close()
 
@@ -109,6 +109,20 @@ def test_garbage_in_the_stream_is_a_lost_unit_and_nothing_else(store, own_redis,
     store.acknowledge(key)
     store.forget([key])
     assert store.flush(5.0) and client.xlen(STREAM) == 1
+
+
+def test_what_others_add_to_a_stream_that_is_not_theirs_is_removed_and_counted(own_redis):
+    """Law 1 counts what the store has: an entry that no lease stands for must not be among it."""
+    store, client = RedisStore(own_redis.url, STREAM), connect(own_redis.url)
+    sender = RedisSender(own_redis.url, STREAM)
+    sender.send("stranger", group("stranger"))
+    client.xadd(STREAM, {"x": "y"})
+    put(store, "a")
+    assert store.flush(5.0) and store.read("a").group_id == "a"  # reading delivers the others on the way
+    assert store.scan() == ["a"] and store.refused == 2 and store.bytes() > 0
+    assert store.flush(5.0) and client.xlen(STREAM) == 1
+    store.close()
+    sender.close()
 
 
 def test_a_full_server_stops_admission_and_not_put(store, own_redis):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+from pathlib import Path
+from urllib.error import URLError
 
 import numpy as np
 import openai
@@ -11,8 +14,9 @@ import pytest
 
 from headrace.errors import RolloutDropped
 from headrace.types import NO_VERSION
-from rollout.clients.speaker import END, Stand
+from rollout.clients.speaker import END, TOKEN, Stand
 
+DOCS = Path(__file__).parents[3] / "docs" / "serve.md"
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 17, "b": 25}}</tool_call>'
 
@@ -76,6 +80,26 @@ async def test_an_agent_with_a_tool_becomes_one_sample_of_the_sampled_ids(stand)
         assert set(sample.policy_versions[sample.loss_mask == 0]) == {NO_VERSION}
         assert sample.behavior_logprobs[sample.loss_mask == 1][0] == np.float32(-0.1)
     assert server.engine.prompts[1][: len(server.engine.prompts[0])] == server.engine.prompts[0]
+
+
+async def test_the_program_of_the_documentation_produces_episodes(stand, tmp_path, monkeypatch):
+    """As it stands in docs/serve.md, over several turns with its tool, until the server is gone."""
+    program = re.search(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL).group(1)
+    server = stand(uses_a_tool, size=2)
+    lease = server.lease({"prompt": "What is 17 + 25?", "answer": "42"})
+    (tmp_path / "runs/my-run").mkdir(parents=True)
+    (tmp_path / "runs/my-run/clients.json").write_text(json.dumps({"url": server.url, "token": TOKEN}))
+    monkeypatch.chdir(tmp_path)
+    running = asyncio.create_task(asyncio.to_thread(exec, program, {"__name__": "agent"}))
+    group = await asyncio.wait_for(lease, 30)
+    assert [score.reward for score in group.scores] == [1.0, 1.0]
+    for episode in group.episodes:
+        (sample,) = episode.samples
+        text = server.tokenizer.decode(sample.token_ids, skip_special_tokens=False)
+        assert "What is 17 + 25?" in text and "tool:42" in text and "it is 42" in text
+    await server.server.close()
+    with pytest.raises(URLError):
+        await asyncio.wait_for(running, 30)
 
 
 async def test_a_prefix_is_matched_to_ids_that_tokenising_would_not_give(stand):

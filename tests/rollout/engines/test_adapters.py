@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 import weakref
 
 import numpy as np
@@ -162,6 +163,36 @@ async def test_no_more_adapters_run_together_than_may():
     bench.check(second[0], await second[1], 2)
     bench.check(third[0], await third[1], 3)
     assert max(counts) == 2
+    await bench.engine.close()
+
+
+@pytest.mark.parametrize("kv_on_swap", ["keep", "finish"])
+async def test_a_stream_of_adapters_to_an_engine_that_is_slow_leaves_the_newest_and_nothing_else(kv_on_swap):
+    """Several come while one pass is made: a staged one gives way to the next, and what runs is none the worse."""
+    bench = Bench(kv_on_swap=kv_on_swap)
+    await bench.live(1)
+    request, running = bench.start("slow", 40)
+    await bench.until_sampled(request, 3)
+    step = bench.engine.core.step
+
+    def slow_step():
+        time.sleep(0.02)
+        return step()
+
+    bench.engine.core.step = slow_step
+    alive: weakref.WeakSet[AdaptedWeights] = weakref.WeakSet()
+    for version in range(2, 42):
+        ticket = bench.publish(version)
+        await bench.engine.prepare(ticket)
+        alive.add(bench.engine.core.staged[1])
+        if version % 10 == 1:
+            await bench.engine.commit(ticket)
+    gc.collect()
+    assert bench.engine.core.version == 41 and len(alive) <= 5, "live, and what still runs under its own"
+    got = await running
+    seen = set(got.policy_versions.tolist())
+    assert seen == {1} if kv_on_swap == "finish" else seen <= {1, 11, 21, 31, 41}
+    bench.check(request, got, 1, slice(0, got.policy_versions.tolist().count(1)))
     await bench.engine.close()
 
 

@@ -20,7 +20,10 @@ class Channel:
     """The bookkeeping of one end. The object itself travels: `settings` are what the other end is opened with.
 
     reclaimed: buffers that were left to readers which did not release them, and replaced
+    one_machine: both ends must be on the same one
     """
+
+    one_machine = False
 
     def __init__(self) -> None:
         self.reclaimed = 0

@@ -42,6 +42,7 @@ class ChangedValues:
 
     def __init__(self, inner: WeightChannel, full_every: int = 20) -> None:
         self.inner, self.full_every = inner, full_every
+        self.one_machine = getattr(inner, "one_machine", False)
         self._sent: dict[str, _Base] = {}
         self._held: dict[str, _Base] = {}
         self._reading = threading.Lock()

@@ -31,6 +31,8 @@ _KEPT = 4
 class IpcChannel(CopyingChannel):
     """`device` "cpu" or "cuda:N" is where the publisher keeps its two versions."""
 
+    one_machine = True
+
     def __init__(self, device: str = "cpu") -> None:
         self._device = device
         super().__init__()

@@ -41,6 +41,8 @@ class SharedMemoryChannel(Channel):
     Every `read` needs one `release`, after which its views may change.
     """
 
+    one_machine = True
+
     def __init__(self, lease_timeout_s: float = 5.0) -> None:
         super().__init__()
         self.lease_timeout_s = lease_timeout_s

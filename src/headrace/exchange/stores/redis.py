@@ -1,7 +1,7 @@
 """Keeps units in a Redis stream: they outlive this process, and actors that know only an address can add to them.
 
     append ──▶ queue ──▶ writer thread ──XADD──▶ stream ──XREADGROUP──▶ read          forget ──▶ XACK, XDEL
-    actor elsewhere, RedisSender ──────XADD──────▶│
+    actor elsewhere, RedisSender ──────XADD──────▶│      (with `accept`; else what others add is refused)
 
 Delivery is at least once: a writer that lost the reply to an XADD sends the unit again, and the reader removes the second
 entry by its key. What was read and not forgotten stays in the consumer group's list of pending entries, from which the
@@ -29,6 +29,7 @@ from headrace.exchange.stores.redis_stream import (
     StreamWriter,
     back_off,
     connect,
+    shown,
 )
 from headrace.exchange.stores.room import Room
 from headrace.types import Unit
@@ -40,7 +41,8 @@ class RedisStore:
     """One stream, one consumer. Only `read` asks the server and waits for the answer, at most `retry_s`.
 
     max_pending: so many units may wait for a server that is away or full; then `reserve` refuses
-    duplicates: entries that were removed because their unit was there already
+    accept: units of other senders are welcome, and `arrivals` names them; without it such entries are removed and counted
+    duplicates: entries that were removed because their unit was there already; refused: because nobody here sent them
     """
 
     def __init__(
@@ -52,11 +54,13 @@ class RedisStore:
         keep_acknowledged: bool = True,
         retry_s: float = 15.0,
         max_pending: int = 64,
+        accept: bool = False,
     ) -> None:
         self._room = Room(max_bytes)
         self._url, self._stream, self._keep = url, stream, keep_acknowledged
         self._retry_s, self._max_pending = retry_s, max_pending
-        self.duplicates = 0
+        self.duplicates = self.refused = 0
+        self._accept = True  # what an earlier incarnation has sent is ours
         self._session = secrets.token_hex(8)
         self._appended = 0
         self._nonces: dict[str, str] = {}  # of each key that is stored or kept
@@ -71,8 +75,9 @@ class RedisStore:
         except redis.RedisError as error:
             self._writer.close(0.0)
             raise PartFailed(
-                f"buffer.url: no Redis server answers at {url} ({error}); start one, or choose buffer.store = files"
+                f"buffer.url: no Redis server answers at {shown(url)} ({error}); start one, or choose buffer.store = files"
             ) from None
+        self._accept = accept
 
     # ---------------------------------------------------------------------------------------------------- the store
 
@@ -124,9 +129,9 @@ class RedisStore:
     def bytes(self) -> int:
         return self._room.bytes
 
-    def arrivals(self) -> list[str]:
-        """Keys of units that others have sent since the last call."""
-        self._patiently(self._deliver)
+    def arrivals(self, wait_s: float = 0.0) -> list[str]:
+        """Keys of units that others have sent since the last call; without any, of those that come within `wait_s`."""
+        self._patiently(lambda: self._deliver(int(1000 * wait_s) or None))
         arrived, self._arrived = self._arrived, []
         return arrived
 
@@ -135,8 +140,8 @@ class RedisStore:
         return self._writer.wait(timeout_s)
 
     def close(self) -> None:
-        """A stream that nobody needs is removed."""
-        needed = bool(self._room.keys() or self._acknowledged)
+        """A stream that nobody needs is removed; one that others send to may hold what was not read."""
+        needed = bool(self._room.keys() or self._acknowledged or self._accept)
         self._writer.close(self._retry_s if needed else 1.0)
         if not needed:
             with contextlib.suppress(redis.RedisError):
@@ -176,12 +181,12 @@ class RedisStore:
             if "BUSYGROUP" not in str(error):
                 raise
 
-    def _deliver(self) -> bool:
+    def _deliver(self, wait_ms: int | None = None) -> bool:
         """Receive entries that were never read; False when there are none."""
         try:
-            found = self._client.xreadgroup(GROUP, CONSUMER, {self._stream: ">"}, count=BATCH)
+            found = self._client.xreadgroup(GROUP, CONSUMER, {self._stream: ">"}, count=BATCH, block=wait_ms)
         except redis.ResponseError as error:
-            if "NOGROUP" not in str(error):
+            if not str(error).startswith(("NOGROUP", "UNBLOCKED")):
                 raise
             self._make_group()  # the server has lost its data: a new group reads what was sent since
             return self._deliver()
@@ -201,6 +206,10 @@ class RedisStore:
                 if self._ids.get(entry.key) != entry_id:
                     self.duplicates += 1
                     self._writer.remove(entry_id)
+                continue
+            if known is None and not self._accept:
+                self.refused += 1
+                self._writer.remove(entry_id)
                 continue
             self._nonces[entry.key], self._ids[entry.key] = entry.nonce, entry_id
             self._writer.sent.pop(entry.nonce, None)
@@ -226,7 +235,7 @@ class RedisStore:
                 return ask()
             except PASSING as error:
                 if time.monotonic() > deadline:
-                    raise UnitLost(f"the Redis server at {self._url} is away: {error}") from None
+                    raise UnitLost(f"the Redis server at {shown(self._url)} is away: {error}") from None
                 time.sleep(back_off(attempt))
                 attempt += 1
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from headrace.errors import CallTimeout, MissingExtra, PartFailed
 from headrace.exchange.codec import encode
@@ -35,7 +36,13 @@ def connect(url: str, timeout_s: float = 5.0) -> redis.Redis:
             url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=Retry(NoBackoff(), 0)
         )
     except ValueError as error:
-        raise PartFailed(f"buffer.url: {url!r} is not the address of a Redis server ({error})") from None
+        raise PartFailed(f"buffer.url: {shown(url)!r} is not the address of a Redis server ({error})") from None
+
+
+def shown(url: str) -> str:
+    """The address for people, without its password."""
+    place = urlsplit(url)
+    return url.replace(f":{place.password}@", ":***@") if place.password else url
 
 
 def back_off(attempt: int) -> float:

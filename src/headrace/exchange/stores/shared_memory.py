@@ -1,7 +1,7 @@
 """Keeps units in slots of shared memory: between processes only a slot's place travels, never the bytes.
 
     producer                                       owner of the store
-      arena.write(unit) ──▶ SlotRef ~100 bytes ──▶ store.adopt(key, ref) ... read(key) ... acknowledge(key)
+      arena.place(unit) ──▶ Placed, ~100 bytes ──▶ store.append(key, placed) ... read(key) ... acknowledge(key)
       takes the slot again  ◀── one byte in the slot says that it is free ──┘
 
 An arena is an anonymous file in memory (memfd) with one writer; others open it through /proc/WRITER/fd. It has no name,
@@ -18,10 +18,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from headrace.errors import DataError, UnitLost
 from headrace.exchange.codec import decode_unit, encode
 from headrace.exchange.stores.room import Room
-from headrace.types import Unit, travels
+from headrace.types import Array, Unit, travels
 
 _SLOT = struct.Struct("<BxxxxxxxQQ")  # state, serial, bytes of the unit
 _FREE, _FULL = 0, 1
@@ -40,6 +42,22 @@ class SlotRef:
     bytes: int
 
 
+@travels
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """A unit by its place, with what a buffer asks of it."""
+
+    ref: SlotRef
+    unit_id: str
+    oldest_version: int
+    size: int
+
+    @property
+    def policy_versions(self) -> Array:
+        """[1] the oldest alone, for who asks before the unit is read."""
+        return np.array([self.oldest_version])
+
+
 class Arena:
     """The writer's side. Slots have sizes of powers of two, and are used again once their reader has freed them."""
 
@@ -56,6 +74,10 @@ class Arena:
     def write(self, unit: Unit) -> SlotRef:
         """Put a unit into a free slot, or a new one. Never waits; who admits bounds what is in flight."""
         return self.write_bytes(encode(unit))
+
+    def place(self, unit: Unit) -> Placed:
+        """The unit's place, to be handed to a store in its stead."""
+        return Placed(ref=self.write(unit), unit_id=unit.unit_id, oldest_version=unit.oldest_version, size=unit.size)
 
     def write_bytes(self, data: bytes) -> SlotRef:
         size = max(_SMALLEST_SLOT_BYTES, 1 << (len(data) + _SLOT.size - 1).bit_length())
@@ -140,8 +162,8 @@ class SharedMemoryStore:
     def reserve(self, key: str) -> bool:
         return self._room.reserve(key)
 
-    def append(self, key: str, unit: Unit) -> None:
-        self.adopt(key, self._arena.write(unit))
+    def append(self, key: str, unit: Unit | Placed) -> None:
+        self.adopt(key, unit.ref if isinstance(unit, Placed) else self._arena.write(unit))
 
     def adopt(self, key: str, ref: SlotRef) -> None:
         """Take over a unit that another process has written; from now on it does not need its writer."""

@@ -19,7 +19,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from headrace.errors import PartFailed, WorkerDied
+from headrace.errors import ConfigError, PartFailed, WorkerDied
 from headrace.orchestrator.runtimes import frames
 from headrace.orchestrator.runtimes.worker import FLUSH_EVENTS_S, calm_garbage_collection
 from headrace.protocols import EventSink, Resources, WorkerContext
@@ -35,7 +35,8 @@ class RayRuntime:
     with the runtime.
 
     On a cluster a part asks for as many CPUs as it has threads, and for its GPUs. On one's own machine parts share the
-    cores as processes do, and only GPUs are claimed.
+    cores as processes do, and only GPUs are claimed. What reaches one machine alone (a weight channel through shared memory) is
+    refused to parts that were placed on several.
     """
 
     def __init__(
@@ -44,6 +45,9 @@ class RayRuntime:
         self._record, self._close_timeout_s, self._spawn_timeout_s = record, close_timeout_s, spawn_timeout_s
         self._proxies: list[RayProxy] = []
         self._started = self._joined = False
+        self._nodes: dict[
+            str, str
+        ] = {}  # where parts are that hold what reaches one machine alone -> the first of them
 
     async def spawn(
         self, name: str, factory: Callable[..., Any], *args: Any, resources: Resources = Resources()
@@ -63,7 +67,8 @@ class RayRuntime:
         self._proxies.append(proxy)
         try:
             async with asyncio.timeout(self._spawn_timeout_s):
-                await proxy._build(frames.pack((name, factory, args, resources)))
+                node = await proxy._build(frames.pack((name, factory, args, resources)))
+            self._refuse_several_machines(name, node, args)
         except BaseException as error:
             self._proxies.remove(proxy)
             await proxy.kill()
@@ -76,6 +81,17 @@ class RayRuntime:
                 ) from None
             raise
         return proxy
+
+    def _refuse_several_machines(self, name: str, node: str, args: tuple[Any, ...]) -> None:
+        if not any(getattr(arg, "one_machine", False) for arg in args):
+            return
+        self._nodes.setdefault(node, name)
+        if len(self._nodes) > 1:
+            raise ConfigError(
+                "weights.channel",
+                f"it goes through the memory of one machine, but Ray has placed {' and '.join(self._nodes.values())} on "
+                "different ones; use collective or http with weights.address, or filesystem with a shared folder",
+            )
 
     async def close(self) -> None:
         for proxy in reversed(self._proxies):
@@ -163,10 +179,12 @@ class RayProxy:
 
     # ------------------------------------------------------------------------------------------------- internals
 
-    async def _build(self, start: bytes) -> None:
-        self._pid, streams = await self._ask("build", sys.path, start)
+    async def _build(self, start: bytes) -> str:
+        """The node of the cluster that it runs on."""
+        self._pid, streams, node = await self._ask("build", sys.path, start)
         self._streams = frozenset(streams)
         self._listener = asyncio.create_task(self._listen(), name=f"listen to {self.name}")
+        return node
 
     async def _ask(self, method: str, *args: Any) -> Any:
         """One call of the actor, as a future that also the actor's end resolves."""
@@ -269,7 +287,7 @@ class _Part:
             if not method.startswith("_") and inspect.isasyncgenfunction(getattr(type(self.part), method))
         ]
         calm_garbage_collection()
-        return self.answer(frames.READY, (os.getpid(), streams))
+        return self.answer(frames.READY, (os.getpid(), streams, ray.get_runtime_context().get_node_id()))
 
     async def call(self, payload: bytes) -> tuple[int, bytes]:
         method = "call"

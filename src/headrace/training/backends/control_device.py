@@ -301,13 +301,13 @@ class Rows:
 
     def __init__(self, batch: StepBatch) -> None:
         self.steps, self.count = batch.rewards.shape
-        self.leaves = {name: torch.from_numpy(leaf) for name, leaf in batch.observations.items()}
+        self.leaves = {name: _tensor(leaf) for name, leaf in batch.observations.items()}
         self.observations = {name: leaf[:-1].flatten(0, 1) for name, leaf in self.leaves.items()}
-        self.actions = torch.from_numpy(batch.actions).flatten(0, 1)
-        self.behavior_logprobs = torch.from_numpy(batch.behavior_logprobs).flatten()
-        self.weights = torch.from_numpy(batch.valid).flatten().float()
-        self._resets = torch.from_numpy(batch.resets)
-        self._initial = {n: torch.from_numpy(s) for n, s in (batch.initial_state or {}).items()}
+        self.actions = _tensor(batch.actions).flatten(0, 1)
+        self.behavior_logprobs = _tensor(batch.behavior_logprobs).flatten()
+        self.weights = _tensor(batch.valid).flatten().float()
+        self._resets = _tensor(batch.resets)
+        self._initial = {n: _tensor(s) for n, s in (batch.initial_state or {}).items()}
 
     def fill(self, found: tuple[Array, Credit]) -> None:
         values, credit = found
@@ -347,6 +347,11 @@ class Rows:
         targets, values = self.targets[kept], self.values[kept]
         spread = float(targets.var())
         return {"value/explained_variance": Stat(1 - float((targets - values).var()) / spread if spread else 0.0)}
+
+
+def _tensor(array: Array) -> Tensor:
+    """The array's own memory; a copy of what was read from a message, which nobody may write to (and torch warns of)."""
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 def spread(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
