@@ -8,7 +8,8 @@ from torch import nn
 
 from headrace.errors import ConfigError
 from headrace.policies.config import PolicyConfig
-from headrace.policies.networks import Convolutions, Normaliser, Tanh, build_network
+from headrace.policies.dense import Dense
+from headrace.policies.networks import Convolutions, Normaliser, build_network
 from headrace.policies.spaces import ActionSpec, Leaf, Spaces
 
 VECTOR = Leaf("obs", "vector", (3,), "float32")
@@ -107,14 +108,31 @@ def test_actions_with_bounds_have_a_deviation_of_their_own():
     assert outputs[:, 2:].tolist() == [[-0.5, -0.5]] * 3
 
 
-def test_our_tanh_is_tanh():
-    values = torch.linspace(-20, 20, 4001, requires_grad=True)
-    ours, theirs = Tanh()(values), torch.tanh(values)
-    torch.testing.assert_close(ours, theirs, atol=3e-7, rtol=1e-6)
-    torch.testing.assert_close(Tanh()(values.detach()), ours.detach())
-    (found,) = torch.autograd.grad(ours.sum(), values)
-    (expected,) = torch.autograd.grad(theirs.sum(), values)
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_our_tanh_is_tanh(frozen):
+    """Result and gradients, those alone that somebody asked for."""
+    torch.manual_seed(0)
+    ours = Dense(3, 4, "tanh").requires_grad_(not frozen)
+    with torch.no_grad():
+        ours.weight.mul_(torch.tensor([[0.0], [1e-3], [1.0], [30.0]]))
+    values = torch.randn(50, 3, requires_grad=frozen)
+    expected = torch.tanh(torch.nn.functional.linear(values, ours.weight, ours.bias))
+    torch.testing.assert_close(ours(values), expected, atol=3e-7, rtol=0)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(values), expected, atol=3e-7, rtol=0)
+    wanted = [values] if frozen else [ours.weight, ours.bias]
+    weights = torch.randn(50, 4)
+    found, known = (torch.autograd.grad((made * weights).sum(), wanted) for made in (ours(values), expected))
+    for one, other in zip(found, known, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("activation", ["tanh", "relu", "elu", "silu"])
+def test_a_layer_takes_any_leading_shape_and_type(activation):
+    made = Dense(3, 4, activation)
+    values = torch.randn(2, 5, 3)
+    torch.testing.assert_close(made(values).flatten(0, 1), made(values.flatten(0, 1)))
+    torch.testing.assert_close(made.double()(values.double()).float(), made.float()(values))
 
 
 def test_stacked_frames_are_channels_whichever_way_they_come():

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -15,38 +13,9 @@ from torch.nn import functional
 from headrace.errors import ConfigError
 from headrace.imports import import_object
 from headrace.policies.config import PolicyConfig
+from headrace.policies.dense import Dense
 from headrace.policies.spaces import Leaf, Spaces
 
-
-class _HostTanh(torch.autograd.Function):
-    """tanh by numpy, whose vector loop is several times quicker than torch's on a CPU; the gradient is torch's own."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor) -> Tensor:
-        made = torch.empty_like(values)
-        np.tanh(values.detach().numpy(), out=made.numpy())
-        ctx.save_for_backward(made)
-        return made
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (made,) = ctx.saved_tensors
-        return torch.ops.aten.tanh_backward(gradient, made)
-
-
-class Tanh(nn.Module):
-    """nn.Tanh, without waiting for it."""
-
-    def forward(self, values: Tensor) -> Tensor:
-        if values.device.type != "cpu" or values.dtype != torch.float32:
-            return torch.tanh(values)
-        if values.requires_grad:
-            return _HostTanh.apply(values)
-        np.tanh(values.numpy(), out=(made := torch.empty_like(values)).numpy())
-        return made
-
-
-ACTIVATIONS = {"tanh": Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}
 OBSERVATION_BOUND = 10.0
 """Normalised observations are clipped to this many deviations."""
 
@@ -54,9 +23,9 @@ Leaves = dict[str, Tensor]
 State = dict[str, Tensor]
 
 
-def layer(inputs: int, outputs: int, gain: float) -> nn.Linear:
-    """A linear layer with orthogonal weights of this gain and no bias at the start."""
-    made = nn.Linear(inputs, outputs)
+def layer(inputs: int, outputs: int, gain: float, activation: str = "") -> nn.Linear:
+    """A linear layer, with an activation if one is named, with orthogonal weights of this gain and no bias at the start."""
+    made = Dense(inputs, outputs, activation) if activation else nn.Linear(inputs, outputs)
     nn.init.orthogonal_(made.weight, gain)
     nn.init.zeros_(made.bias)
     return made
@@ -178,7 +147,7 @@ class Encoder(nn.Module):
         layers: list[nn.Module] = []
         # After convolutions comes their own layer of 512: further ones cost and bring little.
         for outputs in () if all(leaf.kind == "image" for leaf in leaves) else config.hidden:
-            layers += [layer(width, outputs, math.sqrt(2)), ACTIVATIONS[config.activation]()]
+            layers.append(layer(width, outputs, math.sqrt(2), config.activation))
             width = outputs
         self.layers = nn.Sequential(*layers)
         self.width = width

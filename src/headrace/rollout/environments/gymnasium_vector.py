@@ -20,6 +20,7 @@ from headrace.errors import ConfigError, MissingExtra, PartFailed
 from headrace.imports import import_object
 from headrace.policies.spaces import Spaces, describe_spaces, leaves_of
 from headrace.rollout.config import EnvConfig
+from headrace.rollout.environments.single_environments import SingleEnvironments
 from headrace.types import Array
 
 Leaves = dict[str, Array]
@@ -210,6 +211,12 @@ def _from_id(gymnasium: Any, config: EnvConfig, count: int) -> Any:
                 "use auto, or env.mode = sync",
             )  # fmt: skip
         return gymnasium.make_vec(config.id, num_envs=count, vectorization_mode=mode, **options)
+    if _steps_them_here(config, mode):
+
+        def one() -> Any:
+            return _wrapped(gymnasium.make(config.id, disable_env_checker=True, **options), wrappers)
+
+        return SingleEnvironments([one] * count)
     return gymnasium.make_vec(
         config.id,
         num_envs=count,
@@ -226,6 +233,17 @@ def _vector_options(gymnasium: Any, config: EnvConfig, mode: str) -> dict[str, A
     chosen = {"next_step": modes.NEXT_STEP, "disabled": modes.DISABLED}.get(config.autoreset, modes.SAME_STEP)
     # What a step shows is copied into the trajectory at once.
     return {"autoreset_mode": chosen, "copy": False}
+
+
+def _steps_them_here(config: EnvConfig, mode: str) -> bool:
+    """Single environments, one after the other in this process, reset at once: no need of Gymnasium's own loop."""
+    return mode != "async" and config.autoreset in ("auto", "same_step")
+
+
+def _wrapped(environment: Any, wrappers: list[Callable[[Any], Any]]) -> Any:
+    for wrap in wrappers:
+        environment = wrap(environment)
+    return environment
 
 
 def _wrappers(gymnasium: Any, config: EnvConfig) -> list[Callable[[Any], Any]]:
@@ -265,10 +283,10 @@ def _from_factory(gymnasium: Any, config: EnvConfig, count: int) -> Any:
         environment = make(**config.options)
         if config.max_episode_steps:
             environment = gymnasium.wrappers.TimeLimit(environment, config.max_episode_steps)
-        for wrap in _wrappers(gymnasium, config):
-            environment = wrap(environment)
-        return environment
+        return _wrapped(environment, _wrappers(gymnasium, config))
 
+    if _steps_them_here(config, config.mode):
+        return SingleEnvironments([one] * count)
     kind = gymnasium.vector.AsyncVectorEnv if config.mode == "async" else gymnasium.vector.SyncVectorEnv
     return kind([one] * count, **_vector_options(gymnasium, config, config.mode))
 
