@@ -503,6 +503,19 @@ def test_what_works_but_surprises_is_a_warning(overrides: list[str], expected: s
     assert validate(config_from_dict(tomllib.loads(BASE))) == []
 
 
+@pytest.mark.parametrize(
+    ("url", "address", "warned"),
+    [
+        ("redis://learner:6379/0", "127.0.0.1:0", True),
+        ("redis://:pw@learner:6379/0", "learner:7000", False),
+        ("redis://:pw@127.0.0.1:6379/0", "127.0.0.1:0", False),
+    ],
+)
+def test_actors_elsewhere_need_an_address_of_the_weights(url: str, address: str, warned: bool):
+    config = load_config("impala", ["rollout.source=redis", f"buffer.url={url}", f"weights.address={address}"])
+    assert [line.partition(":")[0] for line in validate(config)] == ["weights.address"] * warned
+
+
 def test_half_a_run_needs_half_the_inputs():
     config = config_from_dict(tomllib.loads(BASE), ["tasks.source=", "reward.functions=[]"])
     assert validate(config, only="train") == []

@@ -6,6 +6,7 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
@@ -298,6 +299,11 @@ def validate(config: RunConfig, *, only: Only | None = None) -> list[str]:
         if found not in choices:
             raise ConfigError(path, f'found "{found}", which is not available in this version; use {_or(choices)}')
     return _warnings(config)
+
+
+def _is_loopback(netloc: str) -> bool:
+    host = netloc.rpartition("@")[2].rpartition(":")[0] or netloc
+    return host in ("localhost", "[::1]") or host.startswith("127.")
 
 
 def _at(config: Any, path: str) -> Any:
@@ -713,6 +719,12 @@ def _warnings(config: RunConfig) -> list[str]:
         distance = "without bound" if bound is None else f"{bound} batches"
         warnings.append(
             f"staleness.max_version_lag: {lag} is below how far rollout may run ahead ({distance}), so that samples will be dropped, long ones first"
+        )
+    elsewhere = config.rollout.source == "redis" and not _is_loopback(urlsplit(config.buffer.url).netloc)
+    if elsewhere and config.weights.channel == "http" and _is_loopback(config.weights.address):
+        warnings.append(
+            f"weights.address: {config.weights.address} is reached from this machine alone, so that actors on others get "
+            "no weights; give the address by which they reach it"
         )
     if config.env.id:
         return warnings

@@ -20,7 +20,7 @@ from headrace.orchestrator.remote.trust import flaw
 from headrace.policies.config import PolicyConfig
 from headrace.protocols import Resources, TrajectoryRequest, WorkerContext
 from headrace.rollout.config import EnvConfig
-from headrace.types import RequestKey, Trajectory, WeightTicket
+from headrace.types import Event, RequestKey, Trajectory, WeightTicket
 from rollout.control_helpers import actor, collect
 
 ENV = EnvConfig(id="CartPole-v1", count=2, steps=4)
@@ -35,11 +35,12 @@ class Elsewhere:
 
     def __init__(self, url: str, name: str, run: str = "r") -> None:
         self.board, self.name = Board(url, run), name
-        self.sender = RedisSender(url, self.board.stream)
+        self.sender, self.busy_s = RedisSender(url, self.board.stream), 0.0
         self.here()
 
     def here(self) -> None:
-        self.board.here(self.name, word_of(8, 0, 1))
+        self.busy_s += 0.1
+        self.board.here(self.name, word_of(8, self.busy_s, 0))
 
     def take(self) -> str:
         deadline = time.monotonic() + 10
@@ -70,7 +71,12 @@ def said() -> list[str]:
 
 
 @pytest.fixture
-async def open_pool(own_redis, said, monkeypatch):
+def events() -> list[Event]:
+    return []
+
+
+@pytest.fixture
+async def open_pool(own_redis, said, events, monkeypatch):
     """Pools on a private server; an actor is taken for dead after a second."""
     monkeypatch.setattr(boards, "GONE_S", 1)
     opened: list[ActorPool] = []
@@ -80,7 +86,7 @@ async def open_pool(own_redis, said, monkeypatch):
             session=session or f"session-{len(opened)}", url=own_redis.url, run=run, env=ENV, policy=PolicyConfig(), seed=0, step_timeout_s=60.0, wait_s=5.0,
             resumed=resumed,
         )  # fmt: skip
-        context = WorkerContext(name="engine-0", record=lambda event: None, resources=Resources())
+        context = WorkerContext(name="engine-0", record=events.append, resources=Resources())
         opened.append(ActorPool(context, plan, HttpChannel(), said.append))
         await opened[-1].commit(ticket(0))
         return opened[-1]
@@ -96,7 +102,9 @@ async def described(pool: ActorPool, elsewhere: Elsewhere) -> None:
     await pool.describe()
 
 
-async def test_a_request_goes_out_and_its_trajectory_comes_back_under_the_leases_name(open_pool, own_redis, unit):
+async def test_a_request_goes_out_and_its_trajectory_comes_back_under_the_leases_name(
+    open_pool, own_redis, unit, events
+):
     pool, elsewhere = await open_pool(), Elsewhere(own_redis.url, "a")
     await described(pool, elsewhere)
     asked = asyncio.create_task(pool.generate(request("0-7")))
@@ -107,6 +115,9 @@ async def test_a_request_goes_out_and_its_trajectory_comes_back_under_the_leases
     assert found.sample_id == "0-7" and found.observations["obs"].tobytes() == unit.observations["obs"].tobytes()
     stats = await pool.stats()
     assert stats.version == 0 and stats.progress == {} and stats.generated_tokens >= 8 and not stats.paused
+    elsewhere.here()
+    await until(lambda: events)
+    assert (events[0].source, events[0].kind) == ("engine-a", "generate") and events[0].duration_ns >= 1e8
     elsewhere.send(name, unit)  # a second answer
     await until(lambda: pool.ignored == 1)
     with pytest.raises(StaleTicket):

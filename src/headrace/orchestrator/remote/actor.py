@@ -111,7 +111,7 @@ class RemoteActor:
         self.sender = RedisSender(board.url, board.stream)
         self.ended = threading.Event()
         self.moved = (0, time.monotonic())
-        self.busy = False
+        self.busy, self.busy_s = False, 0.0
 
     async def work(self) -> None:
         spaces = self.board.patiently(lambda: self.board.show_spaces(self.actor.engine.spaces), self.patience_s)
@@ -144,13 +144,15 @@ class RemoteActor:
             await self.actor.close()
 
     async def _answer(self, name: str) -> None:
-        self.moved, self.busy = (self.actor._steps, time.monotonic()), True
+        began = time.monotonic()
+        self.moved, self.busy = (self.actor._steps, began), True
         try:
             trajectory = await self.actor.generate(TrajectoryRequest(key=RequestKey(lease_id=name)))
         except PartFailed as error:  # the request stays wanted; the environments are made anew for the next one
             self.tell(str(error).partition("\n")[0])
             await asyncio.sleep(0.1)
         else:
+            self.busy_s += time.monotonic() - began
             self.sender.send(name, trajectory, self.patience_s)
         finally:
             self.busy = False
@@ -158,7 +160,7 @@ class RemoteActor:
 
     async def _newest_weights(self) -> bool:
         """Run the newest weights; go on with older ones when they cannot be had. False when the run is over."""
-        deadline = time.monotonic() + self.patience_s
+        deadline, told = time.monotonic() + self.patience_s, ""
         while True:
             found = self.board.patiently(self.board.ticket, self.patience_s)
             engine = self.actor.engine
@@ -176,6 +178,9 @@ class RemoteActor:
                     problem = str(error).partition("\n")[0]
                 if engine.version >= 0:
                     return True
+                if not told:
+                    told = problem
+                    self.tell(f"no weights yet: {problem}")
             if (notice := _notice(self.board, self.patience_s, self.tell)) is None:
                 return False
             if notice.session != self.notice.session:
@@ -200,7 +205,7 @@ class RemoteActor:
                 )
                 os._exit(1)
             try:
-                board.here(self.id, word_of(steps, self.actor.engine.version, os.getpid()))
+                board.here(self.id, word_of(steps, self.busy_s, self.actor.engine.version))
             except redis.RedisError:
                 continue  # the main loop says so when it lasts
         board.close()

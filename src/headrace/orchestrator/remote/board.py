@@ -18,6 +18,7 @@ lost (a server that restarts without its data): whoever wrote a key writes it ag
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -58,11 +59,12 @@ class TicketNotice(msgspec.Struct, frozen=True):
 
 
 class ActorWord(msgspec.Struct, frozen=True, kw_only=True):
-    """steps: environment steps since it was started; version: of the weights that it acts with."""
+    """Since it was started: environment steps, and seconds that they took; version: of the weights that it acts with."""
 
     host: str
     pid: int
     steps: int
+    busy_s: float
     version: int
 
 
@@ -230,8 +232,8 @@ def runs_at(url: str) -> list[str]:
         client.close()
 
 
-def word_of(steps: int, version: int, pid: int) -> ActorWord:
-    return ActorWord(host=socket.gethostname(), pid=pid, steps=steps, version=version)
+def word_of(steps: int, busy_s: float, version: int) -> ActorWord:
+    return ActorWord(host=socket.gethostname(), pid=os.getpid(), steps=steps, busy_s=busy_s, version=version)
 
 
 def _decoded(data: bytes, kind: type[T], key: str) -> T:

@@ -35,7 +35,7 @@ from headrace.policies.config import PolicyConfig
 from headrace.policies.spaces import Spaces
 from headrace.protocols import PauseMode, RunningPolicy, TrajectoryRequest, WorkerContext
 from headrace.rollout.config import EnvConfig
-from headrace.types import NO_VERSION, EngineStats, Trajectory, Unit, WeightTicket
+from headrace.types import NO_VERSION, EngineStats, Event, Trajectory, Unit, WeightTicket
 
 TIDY_S = 0.5
 """So often the board is compared with what is wanted."""
@@ -70,7 +70,7 @@ class ActorPool:
     """An `ActionEngine`'s outer face over a board. Two threads talk to the server, so that the loop never waits for it."""
 
     def __init__(self, context: WorkerContext, plan: PoolPlan, channel: Any, say: Callable[[str], None]) -> None:
-        self.plan, self.say = plan, say
+        self.plan, self.say, self._record = plan, say, context.record
         self.refused = self.late = 0
         self._notice = RunNotice(
             session=plan.session,
@@ -337,6 +337,12 @@ class ActorPool:
         before, self._actors = self._actors, actors
         self._steps_of_gone += sum(word.steps for name, word in before.items() if name not in actors)
         self._steps = self._steps_of_gone + sum(word.steps for word in actors.values())
+        for name, word in actors.items():
+            worked_ns = int(1e9 * (word.busy_s - before[name].busy_s)) if name in before else 0
+            if worked_ns > 0:  # in one piece that ends now: its clock is another machine's
+                began_ns = time.monotonic_ns() - worked_ns
+                event = Event(began_ns, f"engine-{name}", "generate", "", word.version, worked_ns)
+                self._loop.call_soon_threadsafe(self._record, event)
         for name in [*actors, *before]:
             if (name in actors) != (name in before):
                 word = (actors | before)[name]
