@@ -1,4 +1,4 @@
-"""Breaks the flow and control on purpose, one fault at a time, in a copy of the sources: each must turn some test red.
+"""Breaks the flow, control and the engine on purpose, one fault at a time, in a copy of the sources: each must turn some test red.
 
 Run by `make mutants`; writes the table of `tests/mutants.md`. A mutant that survives is a missing test.
 """
@@ -246,6 +246,136 @@ MUTANTS = [
         "(left > 0)):",
         "(left.sum() > 0)):",
         ("tests/rollout/test_episodes.py",),
+    ),
+    # ------------------------------------------------------------------------------------------------------ engine
+    Mutant(
+        "a generation has one version for all its tokens",
+        "rollout/engines/core.py",
+        "if sequence.under is not None else self.version\n            sequence.append",
+        "if sequence.under is not None else [*sequence.versions, self.version][0]\n            sequence.append",
+        (
+            "tests/conformance/test_versions_engine.py::test_v1_tokens_before_a_swap_carry_the_old_version_and_tokens_after_it_the_new",
+        ),
+    ),
+    Mutant(
+        "the prefix tree outlives a swap",
+        "rollout/engines/native/core.py",
+        "                self.requeue(sequence)\n        self.table.clear()\n",
+        "                self.requeue(sequence)\n",
+        (
+            "tests/conformance/test_versions_engine.py::test_v5_after_a_large_update_the_same_prompt_is_answered_as_by_a_cold_engine",
+        ),
+    ),
+    Mutant(
+        "what older weights made is shared",
+        "rollout/engines/native/core.py",
+        "            sequence.kv_pure = False\n",
+        "",
+        (
+            "tests/rollout/engines/test_native.py::test_a_sibling_admitted_after_the_swap_does_not_share_the_older_prompt",
+        ),
+    ),
+    Mutant(
+        "an unfinished prefill goes on under the new weights",
+        "rollout/engines/native/core.py",
+        "if recompute or unfinished:",
+        "if recompute:",
+        ("tests/rollout/engines/test_native.py::test_an_unfinished_prefill_starts_again_under_the_new_weights",),
+    ),
+    Mutant(
+        "recompute keeps older keys and values",
+        "rollout/engines/native/core.py",
+        "if recompute or unfinished:",
+        "if unfinished:",
+        ("tests/rollout/engines/test_native.py::test_older_keys_and_values_stay_or_go_as_asked",),
+    ),
+    Mutant(
+        "saved keys come back as values",
+        "rollout/engines/native/core.py",
+        "self.store.write(layer, slots, keys, values)\n        sequence.kv_length",
+        "self.store.write(layer, slots, keys, keys)\n        sequence.kv_length",
+        ("tests/rollout/engines/test_saves.py::test_a_kept_generation_goes_on_bit_for_bit",),
+    ),
+    Mutant(
+        "a handle is taken whatever its tokens are",
+        "rollout/engines/native/saves.py",
+        "if saved is None or saved.ids != ids:",
+        "if saved is None:",
+        ("tests/rollout/engines/test_saves.py::test_a_handle_of_other_tokens_is_not_taken",),
+    ),
+    Mutant(
+        "what dead engines left stays for ever",
+        "rollout/engines/native/saves.py",
+        "                self._take_over(self.folder)\n",
+        "",
+        (
+            "tests/rollout/engines/test_saves.py::test_what_dead_engines_left_is_bounded_and_then_deleted_and_what_living_ones_hold_is_left_alone",
+        ),
+    ),
+    Mutant(
+        "a retry draws other random numbers",
+        "rollout/engines/sequences.py",
+        "return counter_uniform(self.seed, len(self.ids))",
+        "return counter_uniform(self.seed + self.request.key.attempt, len(self.ids))",
+        ("tests/rollout/engines/test_saves.py::test_a_handle_that_is_gone_falls_back_to_the_prefix",),
+    ),
+    Mutant(
+        "min_tokens holds the first end token back only",
+        "rollout/engines/sequences.py",
+        "return self.stop_ids if",
+        "return self.stop_ids[:1] if",
+        ("tests/rollout/engines/test_stops.py::test_min_tokens_holds_every_end_token_and_every_stop_string_back",),
+    ),
+    Mutant(
+        "a stop string must begin in the last token",
+        "rollout/engines/sequences.py",
+        "at = text.find(stop, max(0, len(before) - len(stop) + 1))",
+        "at = text.find(stop, len(before))",
+        ("tests/rollout/engines/test_stops.py::test_a_stop_string_ends_where_it_is_complete_across_token_borders",),
+    ),
+    Mutant(
+        "the log-probability is that of the whole vocabulary",
+        "rollout/engines/sampling.py",
+        "logprobs = weights.gather(1, at)[:, 0].log() - total.log()",
+        "logprobs = weights.gather(1, at)[:, 0].log() - (whole - values[:, 0]).double()",
+        ("tests/rollout/engines/test_sampling.py::test_logprobs_sum_to_one_over_the_kept_set",),
+    ),
+    Mutant(
+        "top-p keeps one token more",
+        "rollout/engines/sampling.py",
+        "keep &= (shares.cumsum(dim=-1) - shares < top_p[:, None])",
+        "keep &= (shares.cumsum(dim=-1) - 2 * shares < top_p[:, None])",
+        ("tests/rollout/engines/test_sampling.py::test_draws_stay_inside",),
+    ),
+    Mutant(
+        "the penalty forgets the prompt",
+        "rollout/engines/core.py",
+        "seen=one.ids)",
+        "seen=one.ids[one.prompt_length :])",
+        ("tests/conformance/test_engine_against_trainer.py::test_ratio_is_one_over_the_recorded_support",),
+    ),
+    Mutant(
+        "the trainer normalises over the whole vocabulary",
+        "training/logprobs.py",
+        "if rows.support_offsets is not None:",
+        "if False:",
+        ("tests/conformance/test_engine_against_trainer.py::test_ratio_is_one_over_the_recorded_support",),
+    ),
+    Mutant(
+        "the trainer knows no penalty and no bias",
+        "training/batching.py",
+        "return shapes if any(shape != (1.0, ()) for shape in shapes) else None",
+        "return None",
+        ("tests/conformance/test_engine_against_trainer.py::test_ratio_is_one_over_the_recorded_support",),
+    ),
+    Mutant(
+        "a prompt's experts are not forced",
+        "rollout/token_rollout.py",
+        "pieces += [one.prompt_routing[known:], one.expert_routing]",
+        "pieces += [one.prompt_routing[known:] * 0, one.expert_routing]",
+        (
+            "tests/conformance/test_engine_against_trainer.py::test_the_trainer_computes_with_the_experts_that_the_engine_used",
+        ),
     ),
 ]
 

@@ -355,6 +355,18 @@ def test_the_product_of_the_axes_is_refused_exactly_where_the_design_says(interr
             ["rollout.engine.context_length=64"],
             "rollout.sampling.max_tokens: found 64, which leaves no room for a prompt",
         ),
+        (
+            ["rollout.sampling.temperature=1e-5"],
+            "rollout.sampling.temperature: found 1e-05, expected 0 or at least 0.001",
+        ),
+        (["rollout.sampling.temperature=inf"], "rollout.sampling.temperature: found inf"),
+        (["rollout.sampling.top_p=nan"], "rollout.sampling.top_p: found nan"),
+        (['rollout.sampling.stop=["a", ""]'], "rollout.sampling.stop: found an empty text"),
+        (["rollout.sampling.logit_bias.5=-inf"], "rollout.sampling.logit_bias.5: found -inf, expected a finite number"),
+        (
+            ["rollout.engine.kv_tokens=8", "rollout.sampling.max_tokens=2"],
+            "rollout.engine.kv_tokens: found 8, less than one block",
+        ),
         (["rollout.engine.kv_tokens=64"], "rollout.engine.kv_tokens: found 64, too few"),
         (["rollout.sampling.stop_token_ids=[3, -1]"], "rollout.sampling.stop_token_ids.1: found -1"),
         (["training.optimizer.betas=[0.9, 1.0]"], "training.optimizer.betas.1: found 1.0"),

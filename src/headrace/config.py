@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -442,7 +443,18 @@ def _check_ranges(config: RunConfig) -> None:
             "rollout.engine.kv_tokens",
             f"found {engine.kv_tokens}, too few for one answer of rollout.sampling.max_tokens = {sampling.max_tokens} and its prompt",
         )
+    if 0 < engine.kv_tokens < engine.block_size:
+        raise ConfigError(
+            "rollout.engine.kv_tokens",
+            f"found {engine.kv_tokens}, less than one block of rollout.engine.block_size = {engine.block_size} tokens",
+        )
     _check_streaming(training)
+    if 0 < sampling.temperature < 1e-3:
+        raise ConfigError(
+            "rollout.sampling.temperature", f"found {sampling.temperature:g}, expected 0 or at least 0.001"
+        )
+    if "" in sampling.stop:
+        raise ConfigError("rollout.sampling.stop", "found an empty text, which would end every answer at once")
     for index, token_id in enumerate(sampling.stop_token_ids):
         if token_id < 0:
             raise ConfigError(f"rollout.sampling.stop_token_ids.{index}", f"found {token_id}, expected a token id >= 0")
@@ -451,9 +463,14 @@ def _check_ranges(config: RunConfig) -> None:
             raise ConfigError(
                 f"rollout.sampling.allowed_token_ids.{index}", f"found {token_id}, expected a token id >= 0"
             )
-    for token_id in sampling.logit_bias:
+    for token_id, bias in sampling.logit_bias.items():
         if not token_id.isdecimal():
             raise ConfigError("rollout.sampling.logit_bias", f'found the key "{token_id}", expected a token id >= 0')
+        if not math.isfinite(bias):
+            raise ConfigError(
+                f"rollout.sampling.logit_bias.{token_id}",
+                f"found {bias}, expected a finite number; allowed_token_ids rules tokens out",
+            )
     for index, beta in enumerate(training.optimizer.betas):
         if not 0 <= beta < 1:
             raise ConfigError(f"training.optimizer.betas.{index}", f"found {beta}, expected a number >= 0 and < 1")

@@ -178,6 +178,7 @@ class Generation:
     matched_stop: the stop token id or stop string that ended it
     expert_routing: [T, layers, top_k] expert ids in the smallest integer type that fits: those of the forward pass that
         gave token t's logits, of layers that have experts
+    prompt_routing: [P - 1, layers, top_k] those of the prompt's tokens before its last, with the first of them
     """
 
     token_ids: Array
@@ -188,6 +189,7 @@ class Generation:
     matched_stop: int | str | None = None
     sampling_mask: SamplingMask | None = None
     expert_routing: Array | None = None
+    prompt_routing: Array | None = None
     kv_handle: str | None = None
 
 
@@ -202,6 +204,8 @@ class TokenSample:
     loss_mask: [T] 1 where a policy sampled the token, else 0
     behavior_logprobs: [T] as sampled; meaningless (any value) where loss_mask is 0
     policy_versions: [T] NO_VERSION where loss_mask is 0
+    expert_routing: [L - 1, layers, top_k] what the sampler's routers chose for each token up to the last sampled one, number
+        L, which was never fed in
     """
 
     sample_id: str

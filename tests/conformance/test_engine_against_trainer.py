@@ -100,6 +100,7 @@ async def test_ratio_is_one_over_all_turns_of_a_conversation(family):
     await engine.close()
     sample = sample_of((first_prompt, first), (tool, second))
     assert sample.sampling_mask.offsets.size == 15 and (sample.expert_routing is None) == (family == "llama")
+    assert family == "llama" or len(sample.expert_routing) == len(sample.token_ids) - 1
     assert np.abs(log_ratios([group_of("g", [sample])], folder_of(family))).max() < 1e-4
 
 
@@ -120,7 +121,8 @@ async def test_the_trainer_computes_with_the_experts_that_the_engine_used():
     def other_expert(sample: TokenSample) -> TokenSample:
         """Its seventh token made by an expert that was not among the chosen."""
         routes = sample.expert_routing.copy()
-        routes[6, 1, 0] = next(e for e in range(4) if e not in routes[6, 1])
+        at = int(np.argmax(sample.loss_mask)) - 1 + 6
+        routes[at, 1, 0] = next(e for e in range(4) if e not in routes[at, 1])
         return dataclasses.replace(sample, expert_routing=routes)
 
     changed = [
@@ -137,6 +139,30 @@ async def test_the_trainer_computes_with_the_experts_that_the_engine_used():
     assert gaps[:, :6].max() < 1e-4 and np.median(gaps[:, 6]) > 0.1
 
 
+async def test_a_prompt_is_forced_through_the_experts_that_the_engine_used():
+    """What stands before a prompt's last token reaches the first sampled one through its keys and values."""
+    folder = folder_of("qwen3_moe")
+    engine = build_engine(folder=folder)
+    groups = await groups_of(engine, siblings(record_expert_routing=True))
+    await engine.close()
+
+    def other_start(sample: TokenSample) -> TokenSample:
+        routes = sample.expert_routing.copy()
+        routes[0, 0] = [e for e in range(4) if e not in routes[0, 0]]
+        return dataclasses.replace(sample, expert_routing=routes)
+
+    changed = [
+        dataclasses.replace(
+            group,
+            episodes=tuple(
+                dataclasses.replace(one, samples=tuple(map(other_start, one.samples))) for one in group.episodes
+            ),
+        )
+        for group in groups
+    ]
+    assert np.median(np.abs(log_ratios(changed, folder)).reshape(9, 12)[:, 0]) > 1e-3
+
+
 async def test_routes_hold_through_gradient_checkpointing():
     folder = folder_of("qwen3_moe")
     engine = build_engine(folder=folder)
@@ -147,16 +173,17 @@ async def test_routes_hold_through_gradient_checkpointing():
         policy = Policy(load_model(folder, "float32"), logits_chunk=16, gradient_checkpointing=checkpointing)
         advantages = [np.ones(3, dtype=np.float32)] * 3
         ((batch,),) = make_batches(groups, advantages, TrainingConfig(), max_length=64)
-        assert (batch.expert_routing >= 0).any() and (batch.expert_routing == -1).any()
+        assert (batch.expert_routing >= 0).all()  # prompts included
         logprobs, _ = policy.logprobs(batch)
         logprobs.sum().backward()
         grads.append(torch.cat([p.grad.flatten() for p in policy.model.parameters() if p.grad is not None]))
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3", "phi3"])
 @pytest.mark.parametrize(("weights", "low", "high"), [("bfloat16", 1e-4, 0.05), ("int8", 1e-3, 0.3)])
-async def test_rounded_weights_show_as_a_ratio_and_nothing_else_does(weights, low, high):
-    engine = build_engine(weights=weights)
+async def test_rounded_weights_show_as_a_ratio_and_nothing_else_does(weights, low, high, family):
+    engine = build_engine(folder=folder_of(family), weights=weights)
     groups = await groups_of(engine, siblings(top_p=0.8))
     await engine.close()
-    assert low < np.abs(log_ratios(groups, folder_of())).mean() < high
+    assert low < np.abs(log_ratios(groups, folder_of(family))).mean() < high

@@ -37,6 +37,7 @@ REAL = {
     "native-recompute": dict(kind="native", inline=True, kv_on_swap="recompute"),
     "native-generic": dict(kind="native", inline=True, folder="gemma"),
     "native-adapter": dict(kind="native", inline=True, adapter=True),
+    "native-experts": dict(kind="native", inline=True, folder="qwen3_moe"),
     "hf-inline": dict(kind="hf", inline=True),
     "hf-thread": dict(kind="hf", inline=False),
 }
@@ -115,6 +116,24 @@ async def test_logprobs_are_those_of_a_plain_forward_pass(bench):
     requests = [ask(prompt_of(n, n), f"p{n}", member=m, max_tokens=20) for n in (1, 4, 7, 33) for m in range(3)]
     for request, got in zip(requests, await asyncio.gather(*map(bench.engine.generate, requests)), strict=True):
         np.testing.assert_allclose(got.logprobs, plain_logprobs(bench.model, request, got), atol=1e-4)
+
+
+@over([*(name for name in REAL if name != "native-adapter"), "scripted"])
+async def test_one_token_of_work_overtakes_63_long_requests(bench):
+    await bench.live(1)
+    if bench.name != "scripted":
+        bench.engine.core.max_running = 64
+    long = [ask(prompt_of(4, i), f"l{i}", **endless(900)) for i in range(63)]
+    tasks = [asyncio.ensure_future(bench.engine.generate(one)) for one in long]
+    await until(lambda s: s.running == 63 and all(sampled(s, one) >= 1 for one in long), bench.engine)
+    before = sampled(await bench.engine.stats(), long[0])
+    short = await bench.engine.generate(ask(prompt_of(4, 70), "short", **endless(1)))
+    stats = await bench.engine.stats()
+    assert short.token_ids.size == 1 and not any(task.done() for task in tasks)
+    # It came in with the next passes, and so did a token of each of the others.
+    assert bench.name.endswith("thread") or sampled(stats, long[0]) - before <= 4
+    await bench.engine.pause("abort")
+    assert all(got.finish_reason == "abort" for got in await asyncio.gather(*tasks))
 
 
 @over(ALL)
@@ -375,6 +394,7 @@ async def test_an_engine_sleeps_and_wakes(bench, level):
     await until(lambda s: sampled(s, request) >= 3, bench.engine)
     await bench.engine.sleep(level)
     assert (await bench.engine.stats()).kv_tokens_used == 0
+    assert not bench.name.startswith("native") or not bench.engine.core.store.keys  # the memory itself is given back
     await asyncio.sleep(0.01)
     await bench.engine.wake()
     if level == 2:

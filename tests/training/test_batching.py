@@ -100,9 +100,9 @@ def test_every_common_start_is_computed_once_across_siblings_and_groups():
 def test_a_start_is_common_only_as_far_as_its_experts_are():
     """Siblings of two weight versions may have gone through other experts with the same tokens."""
     ids = [1, 2, 3, 4]
-    routes = np.zeros((4, 2, 1), dtype=np.int16)
+    routes = np.zeros((5, 2, 1), dtype=np.int16)
     other = routes.copy()
-    other[2] = 1  # of the input that predicts the third token
+    other[3] = 1  # of the input that predicts the third token
     samples = [
         dataclasses.replace(sample_of([9, 9], ids, sample_id=name), expert_routing=experts)
         for name, experts in (("a", routes), ("b", routes), ("c", other))
@@ -112,7 +112,13 @@ def test_a_start_is_common_only_as_far_as_its_experts_are():
     check(batch, samples)
     for i, sample in enumerate(samples):
         rows = batch.target_rows[batch.target_samples == i]
-        assert (batch.expert_routing[rows] == sample.expert_routing).all()
+        assert (batch.expert_routing[rows] == sample.expert_routing[1:]).all()
+    assert (batch.expert_routing >= 0).all()
+    elsewhere = dataclasses.replace(
+        samples[1], expert_routing=1 - routes
+    )  # a prompt that went another way from the start
+    batch = one([group_of([samples[0], elsewhere], [1.0, 0.0])], [np.array([0.5, -0.5])])
+    assert batch.token_ids.tolist() == [9, 9, 1, 2, 3] * 2
 
 
 @settings(max_examples=60, deadline=None)

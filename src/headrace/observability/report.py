@@ -310,7 +310,16 @@ def facts(report: Report, width: int = 40) -> list[tuple[str, str]]:
     found.append(("lag of a step", f"mean {_words(steps)}, max {_words(peak)}" if steps is not None else ""))
     gap = report.mean("mismatch/logprob_diff_mean", last=5)
     peak = report.last("mismatch/logprob_diff_max")
-    found.append(("log-prob difference", f"mean {_words(gap)}, max {_words(peak)} (last)" if gap is not None else ""))
+    error = report.last("engine/weight_error")
+    rounded = f"; the engines' weights are rounded by {_words(error)}" if error else ""
+    found.append(
+        ("log-prob difference", f"mean {_words(gap)}, max {_words(peak)} (last){rounded}" if gap is not None else "")
+    )
+    weight, kept = report.mean("correction/weight_mean", last=5), report.mean("correction/weight_ess", last=5)
+    out = report.mean("correction/masked_share", last=5)
+    left = f", {100 * out:.2g}% of the tokens left out" if out else ""
+    worth = f"mean weight {_words(weight)}, which count as {_words(kept)} of the tokens{left}"
+    found.append(("correction", worth if weight is not None else ""))
     p50, p99 = report.last("length/p50"), report.last("length/p99")
     cut = report.last("length/truncated_share")
     truncated = f", {100 * cut:.0f}% truncated" if cut is not None else ""

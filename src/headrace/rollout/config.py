@@ -42,8 +42,8 @@ class SamplingConfig(Config):
 
     max_tokens: Positive = 64
     """Most tokens of one answer, over all its interruptions."""
-    temperature: Annotated[float, Meta(ge=0)] = 1.0
-    """0 is greedy; a run that trains needs more."""
+    temperature: Annotated[float, Meta(ge=0, le=1000)] = 1.0
+    """0 is greedy; a run that trains needs more, at least 0.001."""
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Keep the likeliest tokens that together have this probability."""
     top_k: NonNegative = 0
@@ -56,7 +56,7 @@ class SamplingConfig(Config):
     """Texts that end an answer wherever they appear in it."""
     min_tokens: NonNegative = 0
     """No end token before so many tokens."""
-    repetition_penalty: Annotated[float, Meta(gt=0)] = 1.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=1000)] = 1.0
     """Makes tokens of the prompt and the answer so far less likely (above 1), or more; the trainer computes with it."""
     logit_bias: dict[str, float] = {}
     """Added to the logits of token ids (the keys); the trainer computes with it."""
@@ -82,12 +82,13 @@ class EngineConfig(Config):
     """Of each engine process."""
     weights: Literal["model", "bfloat16", "int8"] = "model"
     """In which form linear layers compute: as published (packed), or rounded at each sync. bfloat16 gains where the
-    processor multiplies it, int8 with few sequences at a time; both change the policy a little: watch `mismatch/*`."""
+    processor multiplies it, int8 with few sequences at a time; both change the policy a little: watch `mismatch/*`, and let
+    `training.correction` weigh for it. Models with experts have "model" only."""
     max_running: Positive = 64
     """Sequences decoded side by side."""
     kv_tokens: NonNegative = 0
     """Bound of the key-value cache in tokens; 0: max_running full-length sequences, at most 32,768 tokens."""
-    block_size: Positive = 16
+    block_size: Annotated[int, Meta(ge=1, le=1024)] = 16
     """Tokens in one block of the cache."""
     prefill_tokens: Positive = 512
     """Most prompt tokens in one pass, so that a long prompt does not hold up those who decode."""

@@ -75,7 +75,6 @@ class Transcript:
             versions[start:end] = one.policy_versions
         last = self.sampled[-1][1]
         masks = [one.sampling_mask for _, one in self.sampled]
-        routes = [one.expert_routing for _, one in self.sampled]
         return TokenSample(
             sample_id=sample_id,
             token_ids=token_ids,
@@ -86,8 +85,19 @@ class Transcript:
             finish_reason=last.finish_reason,
             # Of the sampled tokens, all turns together; what one turn lacks, the whole has not.
             sampling_mask=joined_masks(masks) if all(one is not None for one in masks) else None,
-            expert_routing=np.concatenate(routes) if all(one is not None for one in routes) else None,
+            expert_routing=self._routes(),
         )
+
+    def _routes(self) -> Array | None:
+        """[L - 1, layers, top_k] of all that was fed in: a turn adds what its prompt has beyond the turns before, and its own."""
+        pieces: list[Array] = []
+        known = 0
+        for _, one in self.sampled:
+            if one.expert_routing is None or one.prompt_routing is None:
+                return None
+            pieces += [one.prompt_routing[known:], one.expert_routing]
+            known = len(one.prompt_routing) + len(one.expert_routing)
+        return np.concatenate(pieces)
 
 
 def joined_masks(masks: list[SamplingMask]) -> SamplingMask:

@@ -36,11 +36,9 @@ class _Row:
 
     @property
     def routes(self) -> Array | None:
-        """[m, layers, top_k] recorded experts of the inputs that predict the targets."""
-        if self.sample.expert_routing is None:
-            return None
-        sampled = np.cumsum(np.asarray(self.sample.loss_mask) != 0) - 1
-        return self.sample.expert_routing[sampled[self.targets]]
+        """[L-1, layers, top_k] recorded experts of the inputs."""
+        recorded = self.sample.expert_routing
+        return None if recorded is None else recorded[: len(self.inputs)]
 
 
 def annotations_needed(config: TrainingConfig) -> tuple[Annotation, ...]:
@@ -162,11 +160,7 @@ def _micros(rows: Sequence[_Row], limit: int, share_prefix: bool) -> Iterator[tu
 def _common(a: _Row, b: _Row) -> int:
     """Length of the common start of their inputs: the same tokens, and the same experts where those were recorded."""
     n = _agree(a.inputs, b.inputs)
-    if a.routes is not None and b.routes is not None and np.array_equal(a.targets[:1], b.targets[:1]):
-        same = _agree(a.routes, b.routes)
-        if same < min(len(a.targets), len(b.targets)):
-            n = min(n, int(a.targets[same]) - 1)
-    return n
+    return min(n, _agree(a.routes, b.routes)) if a.routes is not None and b.routes is not None else n
 
 
 def _agree(a: Array, b: Array) -> int:
@@ -179,7 +173,7 @@ def _agree(a: Array, b: Array) -> int:
 def _pack(rows: Sequence[_Row], shared: Sequence[int], counts: BatchCounts) -> TokenBatch:
     """Lay out the tree of the rows' inputs, each common start once, depth first; then list the targets by sample."""
     tokens, positions, lengths, parents = [], [], [], []
-    target_rows: list[Array] = []
+    input_rows: list[Array] = []
     total = 0
     # Where the inputs of the row in hand stand: its path overwrites what its cousins left behind.
     places = np.zeros(max(len(row.inputs) for row in rows), dtype=np.int64)
@@ -196,13 +190,12 @@ def _pack(rows: Sequence[_Row], shared: Sequence[int], counts: BatchCounts) -> T
             parent = len(parents) - 1
             total += end - depth
         if high - low == 1:
-            # Token t is predicted by input t - 1.
-            target_rows.append(places[rows[low].targets - 1])
+            input_rows.append(places[: len(rows[low].inputs)].copy())
             continue
         cuts = [low, *(i for i in range(low + 1, high) if shared[i] == end), high]
         ranges.extend((a, b, end, parent) for a, b in reversed(list(pairwise(cuts))))
     by_sample = sorted(range(len(rows)), key=lambda i: (rows[i].group, rows[i].number))
-    rows, target_rows = [rows[i] for i in by_sample], [target_rows[i] for i in by_sample]
+    rows, input_rows = [rows[i] for i in by_sample], [input_rows[i] for i in by_sample]
 
     sizes = [row.targets.size for row in rows]
     return TokenBatch(
@@ -211,7 +204,8 @@ def _pack(rows: Sequence[_Row], shared: Sequence[int], counts: BatchCounts) -> T
         segment_ids=np.repeat(np.arange(len(lengths)), lengths),
         segment_parents=np.array(parents, dtype=np.int64),
         target_ids=np.concatenate([row.tokens[row.targets] for row in rows]),
-        target_rows=np.concatenate(target_rows),
+        # Token t is predicted by input t - 1.
+        target_rows=np.concatenate([at[row.targets - 1] for row, at in zip(rows, input_rows, strict=True)]),
         target_samples=np.repeat(np.arange(len(rows)), sizes),
         target_positions=np.concatenate([np.arange(size) for size in sizes]),
         target_versions=_of_targets(rows, "policy_versions", np.int64),
@@ -224,7 +218,7 @@ def _pack(rows: Sequence[_Row], shared: Sequence[int], counts: BatchCounts) -> T
         counts=counts,
         logit_shapes=_logit_shapes(rows),
         sampling_mask=_sampling_mask(rows),
-        expert_routing=_expert_routing(rows, target_rows, total),
+        expert_routing=_expert_routing(rows, input_rows, total),
     )
 
 
@@ -232,13 +226,13 @@ def _of_targets(rows: Sequence[_Row], name: str, dtype: type) -> Array:
     return np.concatenate([np.asarray(getattr(row.sample, name))[row.targets] for row in rows]).astype(dtype)
 
 
-def _expert_routing(rows: Sequence[_Row], target_rows: Sequence[Array], inputs: int) -> Array | None:
-    """[N, layers, top_k] experts of the inputs that predict targets, -1 for all others. None when nothing was recorded."""
+def _expert_routing(rows: Sequence[_Row], input_rows: Sequence[Array], inputs: int) -> Array | None:
+    """[N, layers, top_k] experts of the inputs, -1 where a sample has none. None when nothing was recorded."""
     recorded = next((row.sample.expert_routing for row in rows if row.sample.expert_routing is not None), None)
     if recorded is None:
         return None
     routes = np.full((inputs, *recorded.shape[1:]), -1, dtype=np.int16)
-    for row, at in zip(rows, target_rows, strict=True):
+    for row, at in zip(rows, input_rows, strict=True):
         if row.routes is not None:
             routes[at] = row.routes
     return routes

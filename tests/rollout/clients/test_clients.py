@@ -12,7 +12,7 @@ import numpy as np
 import openai
 import pytest
 
-from headrace.errors import RolloutDropped
+from headrace.errors import RequestRefused, RolloutDropped
 from headrace.types import NO_VERSION
 from rollout.clients.speaker import END, TOKEN, Stand
 
@@ -365,6 +365,17 @@ async def test_garbage_gets_one_line_and_the_server_goes_on(stand, path, body, s
     message = answer.json()["error"]["message"]
     assert word in message and "\n" not in message and "Traceback" not in message
     assert (await server.http.get("/v1/models")).json()["data"][0]["id"] == "speaker"
+
+
+async def test_what_the_engine_refuses_is_the_callers_fault(stand):
+    server = stand()
+
+    async def refuse(request, text, report):
+        raise RequestRefused("request r: a prompt of 9 tokens leaves no room in a context of 8 tokens")
+
+    server.engine._speak = refuse
+    answer = await server.http.post("/v1/completions", json={"prompt": "a"})
+    assert answer.status_code == 400 and "leaves no room" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

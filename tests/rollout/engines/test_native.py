@@ -13,6 +13,7 @@ from headrace.exchange.channels.in_process import InProcessChannel
 from headrace.rollout.engines.models import named_weights, weights_digest
 from headrace.rollout.engines.native.llama import LlamaWeights
 from rollout.engines.engine_models import (
+    EXPERTS,
     FAMILIES,
     FAST,
     ask,
@@ -299,17 +300,6 @@ async def test_a_prompt_that_can_never_fit_is_refused_and_one_that_fits_ends_at_
     await engine.close()
 
 
-async def test_one_token_of_work_overtakes_long_ones():
-    engine = build_engine(max_running=64)
-    long = [asyncio.ensure_future(engine.generate(ask(prompt_of(4, i), f"l{i}", **endless(150)))) for i in range(63)]
-    await until(lambda s: s.running == 63, engine)
-    short = await engine.generate(ask(prompt_of(4), "short", **endless(1)))
-    assert short.token_ids.size == 1 and not any(task.done() for task in long)
-    await engine.pause("abort")
-    await asyncio.gather(*long)
-    await engine.close()
-
-
 async def test_more_requests_than_slots_all_end():
     engine = build_engine(max_running=3)
     got = await run(engine, mixed(14))
@@ -422,7 +412,7 @@ async def test_the_stand_still_of_a_swap_is_measured_and_short():
 # --------------------------------------------------------------------------------------------------- repeating exactly
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "qwen3_moe"])
 async def test_fixed_shapes_are_bit_equal_alone_and_in_a_crowd(family):
     def fixed(**more):
         return build_engine(folder=folder_of(family), deterministic=True, max_running=6, **more)
@@ -518,20 +508,24 @@ def test_small_weights_and_other_types_are_not_packed():
     assert PackedLinear(torch.zeros(4096, 320, dtype=torch.bfloat16)).packed is None
 
 
-async def test_an_engine_with_packed_weights_agrees_with_a_plain_forward_pass(monkeypatch):
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+async def test_an_engine_with_packed_weights_agrees_with_a_plain_forward_pass(monkeypatch, family):
     from headrace.rollout.engines.native import linear
 
     if not linear.can_pack():
         pytest.skip("this build of torch has no packed linear")
+    packed = []
+    product = linear._packed_product
+    monkeypatch.setattr(linear, "_packed_product", lambda *args: packed.append(1) or product(*args))
     monkeypatch.setattr(linear, "_WORTH_PACKING", 1)
     channel = InProcessChannel()
-    engine = build_engine(channel=channel)
-    assert engine.core.weights.layers[0].gate_up.packed is not None
-    for version, model in ((1, build_model("llama", seed=9)), (2, reference())):
+    engine = build_engine(folder=folder_of(family), channel=channel)
+    for version, model in ((1, build_model(family, seed=9)), (2, reference(family))):
         await engine.commit(publish(channel, model, version))
         requests = [ask(prompt_of(n, n), f"p{n}.{version}", max_tokens=16) for n in (2, 9, 30)]
         for request, got in zip(requests, await run(engine, requests), strict=True):
             np.testing.assert_allclose(got.logprobs, plain_logprobs(model, request, got), atol=1e-4)
+    assert packed
     await engine.close()
 
 
@@ -559,11 +553,12 @@ def test_zero_rows_of_a_weight_stay_zero():
     assert not Int8Linear(weight)(torch.randn(5, 64))[:, 3].any()
 
 
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in EXPERTS])
 @pytest.mark.parametrize(("form", "error", "gap"), [("bfloat16", 0.004, 0.05), ("int8", 0.02, 0.3)])
-async def test_rounded_weights_are_made_at_each_sync_and_say_how_far_they_are_off(form, error, gap):
+async def test_rounded_weights_are_made_at_each_sync_and_say_how_far_they_are_off(form, error, gap, family):
     channel = InProcessChannel()
-    engine = build_engine(channel=channel, weights=form)
-    for version, model in ((1, build_model("llama", seed=9)), (2, reference())):
+    engine = build_engine(folder=folder_of(family), channel=channel, weights=form)
+    for version, model in ((1, build_model(family, seed=9)), (2, reference(family))):
         await engine.commit(publish(channel, model, version))
         requests = [ask(prompt_of(n, n), f"p{n}.{version}", max_tokens=16) for n in (2, 9, 30)]
         for request, got in zip(requests, await run(engine, requests), strict=True):
@@ -571,11 +566,26 @@ async def test_rounded_weights_are_made_at_each_sync_and_say_how_far_they_are_of
             assert 0 < off.mean() < gap
     assert 1e-4 < (await engine.stats()).weight_error < error
     # What was published is still there, bit for bit.
-    assert await engine.fingerprint() == weights_digest(named_weights(reference()))
+    assert await engine.fingerprint() == weights_digest(named_weights(reference(family)))
     await engine.close()
 
 
-@pytest.mark.parametrize(("kind", "family"), [("native", "gemma"), ("hf", "llama")])
+@pytest.mark.parametrize(("kind", "family"), [("native", "qwen3_moe"), ("hf", "llama")])
 def test_rounded_weights_are_refused_where_there_are_none(kind, family):
     with pytest.raises(ModelError, match=r"rollout\.engine\.weights"):
         build_engine(kind, folder_of(family), weights="int8")
+
+
+# --------------------------------------------------------------------------------------------------------- documentation
+
+
+async def test_the_example_of_the_engines_page_does_what_it_says():
+    from pathlib import Path
+
+    page = (Path(__file__).parents[3] / "docs" / "engine.md").read_text()
+    code = page.partition("```python\n")[2].partition("```")[0]
+    names: dict = {}
+    exec(compile(code, "docs/engine.md", "exec"), names)
+    part, whole = await names["main"](folder_of())
+    assert part.finish_reason == "abort" and part.kv_handle and 0 < part.token_ids.size < 200
+    assert whole.token_ids.size == 200 and whole.token_ids[: part.token_ids.size].tolist() == part.token_ids.tolist()

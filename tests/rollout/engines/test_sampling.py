@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.rollout.engines.sampling import Draw, draw_truncated
+from headrace.rollout.engines.sampling import Draw, draw_plain, draw_truncated
 from headrace.rollout.engines.sampling import sample as sample_in_place
 from headrace.rollout.engines.sequences import counter_uniform
 from headrace.types import SamplingParams
@@ -276,6 +276,8 @@ def draws_stay_inside(count):
     options = dict(
         top_k=torch.from_numpy(top_k)[rows], top_p=torch.from_numpy(top_p)[rows], min_p=torch.from_numpy(min_p)[rows]
     )
+    wide = 3 * torch.randn(96, 700, generator=torch.Generator().manual_seed(3))
+    wide[:, 250:262] = wide[:, 690:] = float("-inf")
     hits = torch.zeros(96, 48, dtype=torch.int64)
     for start in range(0, count, len(rows)):
         uniforms = torch.from_numpy(np.random.default_rng(start).random(len(rows)))
@@ -283,6 +285,9 @@ def draws_stay_inside(count):
         got = draw_truncated(many, uniforms, **options)
         assert bool(allowed[rows, got.tokens].all()) and bool((got.counts == allowed.sum(-1)[rows]).all())
         hits.index_put_((rows, got.tokens), torch.ones_like(rows), accumulate=True)
+        # Without truncation: no id that was ruled out, at the borders of its blocks and at the end of the vocabulary.
+        plain = draw_plain(wide[rows[: len(rows) // 10]], uniforms[: len(rows) // 10])
+        assert not bool((((plain.tokens >= 250) & (plain.tokens < 262)) | (plain.tokens >= 690)).any())
     # And every id that is likely enough does come.
     assert bool(((hits > 0) | ~allowed | (torch.from_numpy(logits).log_softmax(-1) < -6)).all())
 

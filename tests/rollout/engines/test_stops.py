@@ -67,6 +67,73 @@ async def test_a_stop_string_in_the_prompt_does_not_count(engine):
     assert got.token_ids.size == 4
 
 
+async def test_min_tokens_holds_every_end_token_and_every_stop_string_back(engine):
+    """The model's own end token, two more that the request names, and a string that nearly every text contains."""
+    ends = (END, *range(40, 70))
+    requests = [
+        ask(prompt_of(4, i), f"m{i}", member=i, max_tokens=40, min_tokens=12, stop_token_ids=ends[1:]) for i in range(6)
+    ]
+    for one in await asyncio.gather(*map(engine.generate, requests)):
+        assert not set(one.token_ids[:12].tolist()) & set(ends) and 12 < one.token_ids.size < 40
+        assert one.finish_reason == "stop" and one.matched_stop == one.token_ids[-1] and one.matched_stop in ends
+    any_character = tuple(chr(32 + i) for i in range(95))
+    got = await engine.generate(ask(prompt_of(4), "s", max_tokens=40, min_tokens=12, stop=any_character))
+    assert got.token_ids.size == 13 and got.matched_stop == text_of(got)[-1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_stop_string_may_end_inside_a_token_and_begin_inside_a_character(kind, tmp_path):
+    """A tokenizer of bytes and pieces: `é` takes two tokens, and one token holds "ab cd"."""
+    from shutil import copytree
+
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    from headrace.exchange.channels.in_process import InProcessChannel
+
+    folder = tmp_path / "model"
+    copytree(folder_of(), folder)
+    # Byte-level names of the two bytes of é are Ã and ©.
+    vocabulary = {"<s>": 0, "<end>": END, "Ã": 2, "©": 3, "abĠcd": 4, "xy": 5, **{f"<{i}>": i for i in range(6, VOCAB)}}
+    plain = Tokenizer(models.WordLevel(vocabulary, unk_token="<s>"))
+    plain.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<end>").save_pretrained(folder)
+    channel = InProcessChannel()
+    engine = build_engine(kind, str(folder), channel=channel)
+    await engine.commit(channel.publish(walking([2, 3, 4, 5]), 1))
+    for name, stop, count in (
+        ("é", "é", 2),
+        ("ab", "b c", 3),
+        ("over", "éab", 3),
+        ("two", "cdx", 4),
+        ("none", "éx", 16),
+    ):
+        got = await engine.generate(ask([7], name, temperature=0.0, max_tokens=16, stop=(stop,)))
+        assert got.token_ids.tolist()[:4] == [2, 3, 4, 5][: min(count, 4)] and got.token_ids.size == count
+        assert got.matched_stop == (None if name == "none" else stop)
+    await engine.close()
+
+
+def walking(order):
+    """Weights under which greedy decoding goes round through the tokens of a list, and starts with the first."""
+    import torch
+
+    from rollout.engines.engine_models import reference
+
+    tensors = {name: tensor.clone() for name, tensor in reference().state_dict().items()}
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.zero_()
+    tensors["model.norm.weight"].fill_(1.0)
+    # Each token shows a direction of its own, and the head answers a token's direction with the next one.
+    embedding, head = tensors["model.embed_tokens.weight"].zero_(), tensors["lm_head.weight"].zero_()
+    torch.nn.init.eye_(embedding[:32])
+    for token in range(32):
+        after = order[(order.index(token) + 1) % len(order)] if token in order else order[0]
+        head[after, token] = 5.0
+    return list(tensors.items())
+
+
 async def test_min_tokens_holds_the_end_back(engine):
     got = await asyncio.gather(
         *(engine.generate(ask(prompt_of(4, i), f"m{i}", member=i, max_tokens=40, min_tokens=25)) for i in range(6))

@@ -26,7 +26,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from headrace.errors import HeadraceError, UserError
+from headrace.errors import HeadraceError, RequestRefused, UserError
 from headrace.rollout.clients import wire
 from headrace.rollout.clients.answers import ChatAnswer, TextAnswer
 from headrace.rollout.clients.chat import ChatFormat
@@ -91,6 +91,8 @@ class ClientApp:
             except (msgspec.MsgspecError, RecursionError, UnicodeError, UserError) as error:
                 where = "" if isinstance(error, msgspec.ValidationError | UserError) else "the body is no JSON: "
                 return _error(400, where + " ".join(str(error).split()))
+            except RequestRefused as error:
+                return _error(400, str(error))
             except HeadraceError as error:
                 return _error(503, str(error).partition("\n")[0])
             except ClientDisconnect:

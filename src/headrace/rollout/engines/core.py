@@ -171,7 +171,10 @@ class Core(ABC):
                 self.finish(
                     sequence,
                     "abort",
-                    PartFailed(f"request {sequence.request_id}: logits of version {self.version} are not finite"),
+                    PartFailed(
+                        f"request {sequence.request_id}: logits of version {self.version} are not finite, or its "
+                        "sampling leaves no token"
+                    ),
                 )
                 continue
             chosen = routes[row] if routes is not None else None

@@ -43,6 +43,8 @@ class HfCore(Core):
             sequence.started = True
             logits = self.weights(input_ids=torch.tensor([sequence.ids]), use_cache=False, logits_to_keep=1).logits
             routers = Routers.of(self.weights)
+            if sequence.routes is not None and sequence.prompt_routes is None:
+                sequence.prompt_routes = routers.rows(slice(sequence.prompt_length - 1))
             self.draw([sequence], logits[0], routers.rows(slice(-1, None)) if routers else None)
         self.decode_s += time.perf_counter() - start
 

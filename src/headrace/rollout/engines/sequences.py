@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from headrace.errors import RequestRefused
-from headrace.types import FinishReason, GenerateRequest, Generation, SamplingMask
+from headrace.types import FinishReason, GenerateRequest, Generation, SamplingMask, SamplingParams
 
+COLDEST = 1e-3
+"""Lowest temperature above 0: what logits are divided by must leave them finite, here and in the trainer."""
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -39,6 +42,8 @@ class Sequence:
     versions: list[int] = field(default_factory=list)
     masks: list[np.ndarray] | None = None
     routes: list[np.ndarray] | None = None
+    prompt_routes: np.ndarray | None = None
+    """[P - 1, layers, top_k] those of the prompt before its last token, once they are known."""
     started: bool = False
     """A forward pass worked for it in this try."""
     reported: int = 0
@@ -97,6 +102,7 @@ class Sequence:
             matched_stop=self.matched_stop,
             sampling_mask=join_masks(self.masks[start:]) if self.masks is not None else None,
             expert_routing=np.stack(self.routes[start:]) if self.routes and len(self.routes) > start else None,
+            prompt_routing=self.prompt_routes if self.finish_reason else None,
             kv_handle=self.kv_handle,
         )
 
@@ -159,8 +165,8 @@ def open_sequence(
     has_experts: bool,
 ) -> Sequence:
     """A sequence at its start, or at the end of its resumed prefix. Raises RequestRefused for what can never be served."""
-    sampling, prompt = request.sampling, [int(i) for i in np.asarray(request.prompt_ids).reshape(-1)]
-    name = f"request {request.request_id}"
+    sampling, name = request.sampling, f"request {request.request_id}"
+    prompt = _ids_of(request.prompt_ids, f"{name}: the prompt", vocab_size)
     if not prompt:
         raise RequestRefused(f"{name}: the prompt has no tokens; a prompt needs at least one")
     if len(prompt) >= context_length:
@@ -168,20 +174,11 @@ def open_sequence(
             f"{name}: a prompt of {len(prompt)} tokens leaves no room in a context of {context_length} tokens; "
             "shorten it, or raise rollout.engine.context_length or rollout.engine.kv_tokens"
         )
-    if min(prompt) < 0 or max(prompt) >= vocab_size:
-        raise RequestRefused(f"{name}: token ids must lie in [0, {vocab_size}), found {min(prompt)} to {max(prompt)}")
     if sampling.stop and not has_tokenizer:
         raise RequestRefused(f"{name}: stop strings need a tokenizer, and the model folder has none")
-    if request.sampling.max_tokens < 1:
-        raise RequestRefused(f"{name}: max_tokens must be at least 1, found {sampling.max_tokens}")
-    if not sampling.repetition_penalty > 0:
-        raise RequestRefused(f"{name}: repetition_penalty must be above 0, found {sampling.repetition_penalty}")
     stop_ids = tuple(dict.fromkeys((*end_ids, *sampling.stop_token_ids)))
-    named = (*sampling.stop_token_ids, *sampling.allowed_token_ids, *(token for token, _ in sampling.logit_bias))
-    if named and not (min(named) >= 0 and max(named) < vocab_size):
-        raise RequestRefused(f"{name}: sampling names token {max(named, key=abs)}, ids must lie in [0, {vocab_size})")
-    if sampling.allowed_token_ids and sampling.min_tokens and not set(sampling.allowed_token_ids) - set(stop_ids):
-        raise RequestRefused(f"{name}: allowed_token_ids has end tokens only, and min_tokens rules them out")
+    if problem := _wrong(sampling, vocab_size, stop_ids):
+        raise RequestRefused(f"{name}: {problem}")
 
     sequence = Sequence(
         request=request,
@@ -194,8 +191,47 @@ def open_sequence(
         routes=[] if sampling.record_expert_routing and has_experts else None,
     )
     if request.prefix is not None:
-        _resume(sequence, request.prefix)
+        _resume(sequence, request.prefix, vocab_size)
     return sequence
+
+
+def _ids_of(given: Any, what: str, vocab_size: int) -> list[int]:
+    ids = np.asarray(given).reshape(-1)
+    if ids.size and ids.dtype.kind not in "iu":
+        raise RequestRefused(f"{what}: token ids are whole numbers, found {ids.dtype} {ids[0]}")
+    if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
+        raise RequestRefused(f"{what}: token ids must lie in [0, {vocab_size}), found {ids.min()} to {ids.max()}")
+    return ids.tolist()
+
+
+def _wrong(sampling: SamplingParams, vocab_size: int, stop_ids: tuple[int, ...]) -> str:
+    """What is wrong with it; comparisons are such that NaN is wrong everywhere."""
+    s = sampling
+    numbers = (
+        ("max_tokens", s.max_tokens >= 1, "at least 1"),
+        ("min_tokens", s.min_tokens >= 0, "at least 0"),
+        ("temperature", s.temperature == 0 or COLDEST <= s.temperature < math.inf, f"0 or at least {COLDEST:g}"),
+        ("top_p", 0 < s.top_p <= 1, "above 0 and at most 1"),
+        ("top_k", s.top_k >= 0, "at least 0"),
+        ("min_p", 0 <= s.min_p <= 1, "between 0 and 1"),
+        ("repetition_penalty", 0 < s.repetition_penalty < math.inf, "above 0 and finite"),
+    )
+    for key, right, expected in numbers:
+        if not right:
+            return f"{key} must be {expected}, found {getattr(s, key)}"
+    if any(not stop for stop in s.stop):
+        return "stop has an empty string, which stands before every token"
+    for token, bias in s.logit_bias:
+        if not math.isfinite(bias):
+            return f"logit_bias of token {token} must be finite, found {bias}; allowed_token_ids rules tokens out"
+    named = (*s.stop_token_ids, *s.allowed_token_ids, *(token for token, _ in s.logit_bias))
+    if named and not (min(named) >= 0 and max(named) < vocab_size):
+        wrong = next(token for token in named if not 0 <= token < vocab_size)
+        return f"sampling names token {wrong}, ids must lie in [0, {vocab_size})"
+    limited = s.allowed_token_ids or len(stop_ids) >= vocab_size
+    if s.min_tokens and limited and not set(s.allowed_token_ids or range(vocab_size)) - set(stop_ids):
+        return "what may come is end tokens only, and min_tokens rules them out"
+    return ""
 
 
 def _seed_of(request: GenerateRequest) -> int:
@@ -207,8 +243,17 @@ def _seed_of(request: GenerateRequest) -> int:
     return int.from_bytes(digest, "little")
 
 
-def _resume(sequence: Sequence, prefix: Generation) -> None:
-    sequence.ids.extend(int(i) for i in prefix.token_ids)
+def _resume(sequence: Sequence, prefix: Generation, vocab_size: int) -> None:
+    name = f"request {sequence.request_id}: its prefix"
+    ids = _ids_of(prefix.token_ids, name, vocab_size)
+    lengths = [len(prefix.logprobs), len(prefix.policy_versions)]
+    lengths += [len(prefix.sampling_mask.offsets) - 1] if prefix.sampling_mask is not None else []
+    lengths += [len(prefix.expert_routing)] if prefix.expert_routing is not None else []
+    if prefix.prompt_routing is not None and len(prefix.prompt_routing) != sequence.prompt_length - 1:
+        raise RequestRefused(f"{name} has expert routes of a prompt of another length")
+    if set(lengths) - {len(ids)}:
+        raise RequestRefused(f"{name} has {len(ids)} tokens, and records of {sorted(set(lengths))}")
+    sequence.ids.extend(ids)
     sequence.logprobs.extend(float(p) for p in prefix.logprobs)
     sequence.versions.extend(int(v) for v in prefix.policy_versions)
     if sequence.masks is not None and prefix.sampling_mask is not None:
@@ -219,6 +264,7 @@ def _resume(sequence: Sequence, prefix: Generation) -> None:
         )
     if sequence.routes is not None and prefix.expert_routing is not None:
         sequence.routes.extend(prefix.expert_routing)
+        sequence.prompt_routes = prefix.prompt_routing
     elif sequence.routes is not None and sequence.count:
         raise RequestRefused(
             f"request {sequence.request_id}: its prefix has no expert routes, so the whole can have none"

@@ -84,7 +84,7 @@ class LlamaBase:
     """Written-out weights whose products pass through the adapters."""
 
     def __init__(self, weights: LlamaWeights) -> None:
-        self.rows, self.dtype = Rows(), weights.shape.dtype
+        self.rows, self.dtype, self.error = Rows(), weights.shape.dtype, weights.error
         self.products: dict[str, tuple[int, list[tuple[str, int]]]] = {}
         """Product -> its input's width, and the published layers in it with their output's."""
         self._run = copy.copy(weights)
@@ -119,7 +119,7 @@ class GenericBase:
     """A library's model whose linear layers pass through the adapters."""
 
     def __init__(self, weights: GenericWeights) -> None:
-        self.rows, self.dtype = Rows(), weights.model.dtype
+        self.rows, self.dtype, self.error = Rows(), weights.model.dtype, weights.error
         self._weights = weights
         head = weights.model.get_output_embeddings()
         layers = weights.model.named_modules()
@@ -140,6 +140,7 @@ class AdaptedWeights:
 
     def __init__(self, base: LlamaBase | GenericBase, adapter: Adapter) -> None:
         self.base, self.adapter = base, adapter
+        self.error = base.error
 
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and tensors as they were published."""

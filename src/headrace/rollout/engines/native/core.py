@@ -18,6 +18,7 @@ from headrace.rollout.engines.native.adapters import AdaptedWeights, base_of, ne
 from headrace.rollout.engines.native.attention import KeyValues, Pass
 from headrace.rollout.engines.native.batches import FIXED_PREFILL, Batcher, Piece
 from headrace.rollout.engines.native.blocks import NO_MATCH, BlockTable, Match
+from headrace.rollout.engines.native.generic import ROUTES
 from headrace.rollout.engines.native.saves import Saved, Saves
 from headrace.rollout.engines.sampling import Draw, Drawn
 from headrace.rollout.engines.sequences import Sequence
@@ -158,6 +159,13 @@ class NativeCore(Core):
             taken = slice(len(rows)) if rows[-1] == len(rows) - 1 else rows
             self.draw(drawing, logits[taken], routes[taken] if routes is not None else None)
 
+    def draw(self, sequences: list[Sequence], logits: Any, routes: Any = None) -> None:
+        for one in sequences:
+            if one.routes is not None and one.prompt_routes is None:
+                slots = self.batcher.slots(one.blocks, one.prompt_length - 1)
+                one.prompt_routes = self.store.keys[ROUTES][slots].numpy().astype(routes[0].dtype)
+        super().draw(sequences, logits, routes)
+
     def sample(self, logits: Any, draws: list[Draw]) -> list[Drawn | None]:
         if not self.fixed:
             return super().sample(logits, draws)
@@ -278,13 +286,9 @@ class NativeCore(Core):
 
     def _saved(self, sequence: Sequence) -> Saved | None:
         """What was saved of a sequence that is to go on, if it is there and may still be used."""
-        saved = self.saves.take(sequence.saved or sequence.request.kv_handle)
+        saved = self.saves.take(sequence.saved or sequence.request.kv_handle, sequence.ids[:-1])
         sequence.saved = None
-        if (
-            saved is None
-            or saved.ids != sequence.ids[:-1]
-            or (self.recompute_on_swap and saved.version != self.version)
-        ):
+        if saved is None or (self.recompute_on_swap and saved.version != self.version):
             return None
         return saved
 

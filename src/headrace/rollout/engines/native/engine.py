@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from headrace.errors import ModelError
+from headrace.policies.routers import Routers
 from headrace.protocols import WorkerContext
 from headrace.rollout.config import EngineConfig
 from headrace.rollout.engines.driver import EngineDriver
@@ -40,6 +42,7 @@ def build_native(
     if threads:
         torch.set_num_threads(threads)
     facts = read_facts(model_folder, engine.context_length)
+    _check_room(model_folder, dtype, engine.kv_tokens)
     read = partial(_weights, model_folder, dtype, facts.context_length, _form(engine))
     weights, builder = read()
     core = NativeCore(context, facts, weights, builder, channel, kv_on_swap, engine, dtype, lambda: read()[0])
@@ -61,11 +64,28 @@ def _weights(folder: str, dtype: str, context_length: int, form: str) -> tuple[A
         model = load_model(folder, dtype, "eager")
         builder = partial(llama.build, llama.shape_of(model, context_length), form)
         return builder(dict(model.state_dict()), None), builder
-    if form not in ("plain", "packed"):
-        kind = read_config(folder).model_type
-        raise ModelError(
-            f'rollout.engine.weights: found "{form}", which Llama, Qwen2 and Qwen3 have; {kind} needs "model"'
-        )
     generic.register()
     model = load_model(folder, dtype, generic.ATTENTION)
-    return generic.GenericWeights(model), partial(generic.build, ModelPlan(model))
+    if form not in ("plain", "packed") and Routers.of(model):
+        raise ModelError(
+            f'rollout.engine.weights: found "{form}", which models with experts do not have (nearly all their weights are '
+            'no linear layers); use "model"'
+        )
+    if form == "plain" and Routers.of(model):
+        # Otherwise the tokens of one expert are multiplied together, so how many they are changes their bits.
+        model.set_experts_implementation("batched_mm")
+    return generic.GenericWeights(model, form), partial(generic.build, ModelPlan(model), form)
+
+
+def _check_room(folder: str, dtype: str, tokens: int) -> None:
+    """Keys and values beyond all memory would fail in the first pass, or end the process."""
+    text = read_config(folder).get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    needed = 2 * tokens * text.num_hidden_layers * heads * width * torch.finfo(getattr(torch, dtype)).bits // 8
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > there:
+        raise ModelError(
+            f"rollout.engine.kv_tokens: keys and values of {tokens} tokens take {needed / 1e9:.1f} GB, and this machine has "
+            f"{there / 1e9:.1f} GB"
+        )

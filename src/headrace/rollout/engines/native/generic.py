@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from torch import nn
 
 from headrace.errors import ModelError
 from headrace.policies.routers import Routers
 from headrace.rollout.engines.models import ModelPlan, copy_into, named_weights
 from headrace.rollout.engines.native.attention import KeyValues, Pass, attend
+from headrace.rollout.engines.native.linear import FORMS, Linear
 
 ATTENTION = "headrace_blocks"
+ROUTES = -1
+"""The layer of the store under which the experts of each token lie, [slots, layers, top_k]."""
 
 
 def register() -> None:
@@ -57,12 +63,21 @@ def _attention(
 
 
 class GenericWeights:
-    """One version of the whole model."""
+    """One version of the whole model.
 
-    def __init__(self, model: Any) -> None:
+    form: of the copies that linear layers compute from (`linear.FORMS`); error: the largest relative one of these
+    """
+
+    def __init__(self, model: Any, form: str) -> None:
         self.model = model
-        self.error = 0.0
         self.routers = Routers.of(model)
+        self.error = 0.0
+        if form != "plain":
+            for layer in model.modules():
+                if type(layer) is nn.Linear:
+                    product = FORMS[form](layer.weight, layer.bias)
+                    layer.forward = partial(_through, product)
+                    self.error = max(self.error, product.error)
 
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and tensors as they were published."""
@@ -79,12 +94,22 @@ class GenericWeights:
             headrace_store=store,
         ).logits[0]
         if self.routers:
-            batch.routes = self.routers.rows(batch.logit_rows)
+            taken = self.routers.rows(slice(None))
+            batch.routes = taken[batch.logit_rows.numpy()]  # numpy reads a tensor of one index as a number
+            # Beside keys and values, so that whoever shares or takes those over knows them too.
+            kept = torch.from_numpy(taken if taken.dtype == np.uint8 else taken.astype(np.int16))
+            store.write(ROUTES, batch.slots, kept, kept[:, :0])
         return logits
 
 
-def build(plan: ModelPlan, tensors: Mapping[str, torch.Tensor], spare: GenericWeights | None) -> GenericWeights:
+def _through(product: Linear, x: torch.Tensor) -> torch.Tensor:
+    return product(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+
+
+def build(
+    plan: ModelPlan, form: str, tensors: Mapping[str, torch.Tensor], spare: GenericWeights | None
+) -> GenericWeights:
     """Named tensors into a model of the planned kind, in the memory of `spare`."""
     model = spare.model if spare is not None else plan.empty()
     copy_into(model, tensors)
-    return GenericWeights(model)
+    return GenericWeights(model, form)
