@@ -429,7 +429,7 @@ def main() -> int:
             rows.append(f"| {mutant.name} | `{mutant.file}` | {'`' + by + '`' if killed else '**survived**'} |")
     if not wanted:
         head = (
-            "# Mutants of the flow and of control\n\nEach row breaks one rule in a copy of the sources; the last column is the first test "
+            "# Mutants of the flow, of control and of the engine\n\nEach row breaks one rule in a copy of the sources; the last column is the first test "
             "that turns red.\nMade by `make mutants` (`tests/run_mutants.py`).\n\n| what is broken | where | turned red |\n|---|---|---|\n"
         )
         (ROOT / "tests" / "mutants.md").write_text(head + "\n".join(rows) + "\n", encoding="utf-8")
