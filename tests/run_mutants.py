@@ -306,7 +306,7 @@ MUTANTS = [
     Mutant(
         "what dead engines left stays for ever",
         "rollout/engines/native/saves.py",
-        "                self._take_over(self.folder)\n",
+        "            self._take_over(folder)\n",
         "",
         (
             "tests/rollout/engines/test_saves.py::test_what_dead_engines_left_is_bounded_and_then_deleted_and_what_living_ones_hold_is_left_alone",

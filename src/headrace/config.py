@@ -19,7 +19,7 @@ from headrace.observability.config import ObservabilityConfig
 from headrace.orchestrator.config import CheckpointConfig, EvaluationConfig, LimitsConfig
 from headrace.policies.config import PolicyConfig
 from headrace.reward.config import RewardConfig
-from headrace.rollout.config import ClientsConfig, EnvConfig, GroupConfig, RolloutConfig, TasksConfig
+from headrace.rollout.config import COLDEST, ClientsConfig, EnvConfig, GroupConfig, RolloutConfig, TasksConfig
 from headrace.training.config import AlgorithmConfig, TrainingConfig
 
 PRESETS_FOLDER = Path(__file__).parent / "presets"
@@ -449,7 +449,7 @@ def _check_ranges(config: RunConfig) -> None:
             f"found {engine.kv_tokens}, less than one block of rollout.engine.block_size = {engine.block_size} tokens",
         )
     _check_streaming(training)
-    if 0 < sampling.temperature < 1e-3:
+    if 0 < sampling.temperature < COLDEST:
         raise ConfigError(
             "rollout.sampling.temperature", f"found {sampling.temperature:g}, expected 0 or at least 0.001"
         )

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import math
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from msgspec import Meta
 
 from headrace.configbase import Config
+
+if TYPE_CHECKING:
+    from headrace.types import SamplingParams
 
 Positive = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[int, Meta(ge=0)]
@@ -35,6 +39,10 @@ class TasksConfig(Config):
     """Use only the first so many tasks; 0 takes all."""
     options: dict[str, str | int | float | bool] = {}
     """Handed to the source (for example the arguments of a reasoning_gym task)."""
+
+
+COLDEST = 1e-3
+"""Lowest temperature above 0: what logits are divided by must leave them finite, in the engine and in the trainer."""
 
 
 class SamplingConfig(Config):
@@ -189,3 +197,33 @@ class EnvConfig(Config):
     """End the run once the mean return of the last 100 episodes has reached it."""
     step_timeout_s: Seconds = 60.0
     """Longest step with workers or mode = async; elsewhere rollout.generate_timeout_s holds."""
+
+
+def sampling_problem(sampling: SamplingParams, vocab_size: int, stop_ids: tuple[int, ...]) -> str:
+    """What no engine can sample by, in a line; "" when there is nothing. Comparisons are such that NaN is always wrong."""
+    s = sampling
+    numbers = (
+        ("max_tokens", s.max_tokens >= 1, "at least 1"),
+        ("min_tokens", s.min_tokens >= 0, "at least 0"),
+        ("temperature", s.temperature == 0 or COLDEST <= s.temperature < math.inf, f"0 or at least {COLDEST:g}"),
+        ("top_p", 0 < s.top_p <= 1, "above 0 and at most 1"),
+        ("top_k", s.top_k >= 0, "at least 0"),
+        ("min_p", 0 <= s.min_p <= 1, "between 0 and 1"),
+        ("repetition_penalty", 0 < s.repetition_penalty < math.inf, "above 0 and finite"),
+    )
+    for key, right, expected in numbers:
+        if not right:
+            return f"{key} must be {expected}, found {getattr(s, key)}"
+    if any(not stop for stop in s.stop):
+        return "stop has an empty string, which stands before every token"
+    for token, bias in s.logit_bias:
+        if not math.isfinite(bias):
+            return f"logit_bias of token {token} must be finite, found {bias}; allowed_token_ids rules tokens out"
+    named = (*s.stop_token_ids, *s.allowed_token_ids, *(token for token, _ in s.logit_bias))
+    if named and not (min(named) >= 0 and max(named) < vocab_size):
+        wrong = next(token for token in named if not 0 <= token < vocab_size)
+        return f"sampling names token {wrong}, ids must lie in [0, {vocab_size})"
+    limited = s.allowed_token_ids or len(stop_ids) >= vocab_size
+    if s.min_tokens and limited and not set(s.allowed_token_ids or range(vocab_size)) - set(stop_ids):
+        return "what may come is end tokens only, and min_tokens rules them out"
+    return ""

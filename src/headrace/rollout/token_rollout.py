@@ -85,7 +85,7 @@ class Transcript:
             finish_reason=last.finish_reason,
             # Of the sampled tokens, all turns together; what one turn lacks, the whole has not.
             sampling_mask=joined_masks(masks) if all(one is not None for one in masks) else None,
-            expert_routing=self._routes(),
+            expert_routing=self._routes() if last.expert_routing is not None else None,
         )
 
     def _routes(self) -> Array | None:

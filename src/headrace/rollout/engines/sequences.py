@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from headrace.errors import RequestRefused
-from headrace.types import FinishReason, GenerateRequest, Generation, SamplingMask, SamplingParams
+from headrace.rollout.config import sampling_problem
+from headrace.types import FinishReason, GenerateRequest, Generation, SamplingMask
 
-COLDEST = 1e-3
-"""Lowest temperature above 0: what logits are divided by must leave them finite, here and in the trainer."""
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -177,7 +175,7 @@ def open_sequence(
     if sampling.stop and not has_tokenizer:
         raise RequestRefused(f"{name}: stop strings need a tokenizer, and the model folder has none")
     stop_ids = tuple(dict.fromkeys((*end_ids, *sampling.stop_token_ids)))
-    if problem := _wrong(sampling, vocab_size, stop_ids):
+    if problem := sampling_problem(sampling, vocab_size, stop_ids):
         raise RequestRefused(f"{name}: {problem}")
 
     sequence = Sequence(
@@ -202,36 +200,6 @@ def _ids_of(given: Any, what: str, vocab_size: int) -> list[int]:
     if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
         raise RequestRefused(f"{what}: token ids must lie in [0, {vocab_size}), found {ids.min()} to {ids.max()}")
     return ids.tolist()
-
-
-def _wrong(sampling: SamplingParams, vocab_size: int, stop_ids: tuple[int, ...]) -> str:
-    """What is wrong with it; comparisons are such that NaN is wrong everywhere."""
-    s = sampling
-    numbers = (
-        ("max_tokens", s.max_tokens >= 1, "at least 1"),
-        ("min_tokens", s.min_tokens >= 0, "at least 0"),
-        ("temperature", s.temperature == 0 or COLDEST <= s.temperature < math.inf, f"0 or at least {COLDEST:g}"),
-        ("top_p", 0 < s.top_p <= 1, "above 0 and at most 1"),
-        ("top_k", s.top_k >= 0, "at least 0"),
-        ("min_p", 0 <= s.min_p <= 1, "between 0 and 1"),
-        ("repetition_penalty", 0 < s.repetition_penalty < math.inf, "above 0 and finite"),
-    )
-    for key, right, expected in numbers:
-        if not right:
-            return f"{key} must be {expected}, found {getattr(s, key)}"
-    if any(not stop for stop in s.stop):
-        return "stop has an empty string, which stands before every token"
-    for token, bias in s.logit_bias:
-        if not math.isfinite(bias):
-            return f"logit_bias of token {token} must be finite, found {bias}; allowed_token_ids rules tokens out"
-    named = (*s.stop_token_ids, *s.allowed_token_ids, *(token for token, _ in s.logit_bias))
-    if named and not (min(named) >= 0 and max(named) < vocab_size):
-        wrong = next(token for token in named if not 0 <= token < vocab_size)
-        return f"sampling names token {wrong}, ids must lie in [0, {vocab_size})"
-    limited = s.allowed_token_ids or len(stop_ids) >= vocab_size
-    if s.min_tokens and limited and not set(s.allowed_token_ids or range(vocab_size)) - set(stop_ids):
-        return "what may come is end tokens only, and min_tokens rules them out"
-    return ""
 
 
 def _seed_of(request: GenerateRequest) -> int:

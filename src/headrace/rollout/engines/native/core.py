@@ -155,16 +155,18 @@ class NativeCore(Core):
             if sequence.kv_length == len(sequence.ids):
                 drawing.append(sequence)
                 rows.append(row)
+        if drawing and routes is not None:
+            self._note_prompt_routes(drawing, routes.dtype)
         if drawing:
             taken = slice(len(rows)) if rows[-1] == len(rows) - 1 else rows
             self.draw(drawing, logits[taken], routes[taken] if routes is not None else None)
 
-    def draw(self, sequences: list[Sequence], logits: Any, routes: Any = None) -> None:
+    def _note_prompt_routes(self, sequences: list[Sequence], dtype: Any) -> None:
+        """Of prompts all of whose tokens have been computed, by whomever."""
         for one in sequences:
             if one.routes is not None and one.prompt_routes is None:
                 slots = self.batcher.slots(one.blocks, one.prompt_length - 1)
-                one.prompt_routes = self.store.keys[ROUTES][slots].numpy().astype(routes[0].dtype)
-        super().draw(sequences, logits, routes)
+                one.prompt_routes = self.store.keys[ROUTES][slots].numpy().astype(dtype)
 
     def sample(self, logits: Any, draws: list[Draw]) -> list[Drawn | None]:
         if not self.fixed:
@@ -209,6 +211,8 @@ class NativeCore(Core):
         if drawing:
             routes = [end.routes for _, end in drawing]
             logits = torch.stack([end.logits for _, end in drawing])
+            if self.has_experts:
+                self._note_prompt_routes([one for one, _ in drawing], routes[0].dtype)
             self.draw([one for one, _ in drawing], logits, routes if self.has_experts else None)
 
     def _worth_waiting(self, ids: list[int], known: int) -> bool:

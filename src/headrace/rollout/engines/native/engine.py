@@ -42,7 +42,8 @@ def build_native(
     if threads:
         torch.set_num_threads(threads)
     facts = read_facts(model_folder, engine.context_length)
-    _check_room(model_folder, dtype, engine.kv_tokens)
+    if engine.kv_tokens:
+        _check_room(model_folder, dtype, engine.kv_tokens)
     read = partial(_weights, model_folder, dtype, facts.context_length, _form(engine))
     weights, builder = read()
     core = NativeCore(context, facts, weights, builder, channel, kv_on_swap, engine, dtype, lambda: read()[0])
@@ -64,6 +65,10 @@ def _weights(folder: str, dtype: str, context_length: int, form: str) -> tuple[A
         model = load_model(folder, dtype, "eager")
         builder = partial(llama.build, llama.shape_of(model, context_length), form)
         return builder(dict(model.state_dict()), None), builder
+    return _generic_weights(folder, dtype, form)
+
+
+def _generic_weights(folder: str, dtype: str, form: str) -> tuple[Any, Any]:
     generic.register()
     model = load_model(folder, dtype, generic.ATTENTION)
     if form not in ("plain", "packed") and Routers.of(model):

@@ -63,12 +63,7 @@ class Saves:
         self._kept: OrderedDict[str, tuple[int, Saved | None]] = OrderedDict()
         self._owner = secrets.token_hex(8)
         if self.folder is not None:
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                self._alive = self._mark(self.folder)
-                self._take_over(self.folder)
-            except OSError as problem:
-                raise ModelError(f"rollout.engine.kv_folder: {folder} cannot be used: {problem.strerror}") from problem
+            self._settle(self.folder)
 
     def put(self, saved: Saved) -> str | None:
         """A handle; None when there is no room for it even alone, or it cannot be written."""
@@ -121,6 +116,14 @@ class Saves:
         name = _ON_DISK.fullmatch(handle)
         return self.folder / f"{name[1]}.safetensors" if self.folder is not None and name else None
 
+    def _settle(self, folder: Path) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._alive = self._mark(folder)
+            self._take_over(folder)
+        except OSError as problem:
+            raise ModelError(f"rollout.engine.kv_folder: {folder} cannot be used: {problem.strerror}") from problem
+
     def _mark(self, folder: Path) -> Any:
         """The open file whose lock says that this engine lives. It gets its name once it is locked."""
         made = folder / f".{self._owner}.new"
@@ -145,7 +148,11 @@ class Saves:
     def _dead(self, folder: Path) -> Iterator[str]:
         """Names of engines that left a mark and hold no lock on it; the mark goes once they are dealt with."""
         for mark in folder.glob(".*.lock"):
-            with mark.open() as other:
+            try:
+                other = mark.open()
+            except FileNotFoundError:
+                continue  # another starter dealt with it
+            with other:
                 try:
                     fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
