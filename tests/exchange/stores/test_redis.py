@@ -83,6 +83,8 @@ def test_the_next_incarnation_takes_over_what_was_read_and_what_was_not(own_redi
     put(first, "a", "b", "c")
     first.flush(5.0)
     first.read("a")
+    with pytest.raises(PartFailed, match="another run uses the stream headrace:test at redis://"):
+        RedisStore(own_redis.url, STREAM)
     first._client.close()  # it is killed: no goodbye
     second = RedisStore(own_redis.url, STREAM)
     assert sorted(second.scan()) == ["a", "b", "c"]

@@ -11,6 +11,7 @@ next incarnation of the run takes it over.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -68,15 +69,21 @@ class RedisStore:
         self._delivered: dict[str, bytes] = {}  # bytes that came along and were not read yet
         self._acknowledged: dict[str, None] = {}
         self._arrived: list[str] = []
-        self._client = connect(url)
+        owner = f"headrace-{hashlib.blake2b(stream.encode(), digest_size=8).hexdigest()}-"
+        self._client = connect(url, name=owner + self._session)
         self._writer = StreamWriter(url, stream)
         try:
+            if not accept:
+                self._refuse_another(owner)
             self._take_over()
         except redis.RedisError as error:
             self._writer.close(0.0)
             raise PartFailed(
                 f"buffer.url: no Redis server answers at {shown(url)} ({error}); start one, or choose buffer.store = files"
             ) from None
+        except PartFailed:
+            self._writer.close(0.0)
+            raise
         self._accept = accept
 
     # ---------------------------------------------------------------------------------------------------- the store
@@ -173,6 +180,17 @@ class RedisStore:
         while self._deliver():
             self._delivered.clear()
         self._arrived.clear()
+
+    def _refuse_another(self, owner: str) -> None:
+        """Two runs would take each other's units. One that was killed has no connection any more."""
+        try:
+            names = [str(client["name"]) for client in self._client.client_list()]
+        except redis.exceptions.NoPermissionError:
+            return  # an account that may not look: then it is for the user to know
+        if any(name.startswith(owner) and name != owner + self._session for name in names):
+            raise PartFailed(
+                f"buffer.url: another run uses the stream {self._stream} at {shown(self._url)}; give it a name of its own"
+            )
 
     def _make_group(self) -> None:
         try:

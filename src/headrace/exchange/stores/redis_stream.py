@@ -26,14 +26,18 @@ PASSING = (redis.ConnectionError, redis.TimeoutError, redis.exceptions.OutOfMemo
 _BACKOFF_S = (0.01, 0.05, 0.2, 0.5)
 
 
-def connect(url: str, timeout_s: float = 5.0) -> redis.Redis:
-    """A client that raises at once when the server is away: who calls knows whether to wait."""
+def connect(url: str, timeout_s: float = 5.0, name: str | None = None) -> redis.Redis:
+    """A client that raises at once when the server is away: who calls knows whether to wait. name: shown by CLIENT LIST"""
     from redis.backoff import NoBackoff
     from redis.retry import Retry
 
     try:
         return redis.Redis.from_url(
-            url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=Retry(NoBackoff(), 0)
+            url,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
+            retry=Retry(NoBackoff(), 0),
+            client_name=name,
         )
     except ValueError as error:
         raise PartFailed(f"buffer.url: {shown(url)!r} is not the address of a Redis server ({error})") from None
