@@ -21,6 +21,7 @@ from headrace.orchestrator.dispatcher import EngineSlot
 from headrace.orchestrator.evaluate import EpisodeEvaluator
 from headrace.orchestrator.learner import ControlLearner, TensorLearner
 from headrace.orchestrator.parts import Flow, Parts, RunOrder
+from headrace.policies.shared_pass import SharedPass
 from headrace.protocols import Resources, Store, TaskSource
 from headrace.rollout.control_rollout import ControlRollout, build_actor
 from headrace.rollout.sources.trajectories import TrajectorySource
@@ -46,12 +47,13 @@ class ControlWork:
     async def parts(self, flow: Flow) -> Parts:
         """Actors say what their environments show and take; the trainer builds its network from that."""
         config = self.config
+        shared = SharedPass() if acts_by_the_trainers_pass(config) else None
         if config.rollout.source == "redis":
             names, spawn = ["engine-0"], pool_spawner(config, flow, self.say)
         else:
             names = [f"engine-{n}" for n in range(config.rollout.engine.count)]
-            spawn = actor_spawner(config, flow)
-        backend, *slots = await asyncio.gather(spawn_trainer(config, flow), *(spawn(name) for name in names))
+            spawn = actor_spawner(config, flow, shared)
+        backend, *slots = await asyncio.gather(spawn_trainer(config, flow, shared), *(spawn(name) for name in names))
         await backend.begin(await slots[0].proxy.describe())
         if flow.restored is not None:
             await backend.load(str(flow.restored.model_folder))
@@ -73,9 +75,13 @@ def seed_of(config: RunConfig, flow: Flow) -> int:
     return config.seed + 7919 * flow.buffer.incarnation
 
 
-def actor_spawner(config: RunConfig, flow: Flow) -> Callable[[str], Awaitable[EngineSlot]]:
+def actor_spawner(
+    config: RunConfig, flow: Flow, shared: SharedPass | None = None
+) -> Callable[[str], Awaitable[EngineSlot]]:
     """How to spawn one of this run's own."""
     arguments: tuple[Any, ...] = (config.env, config.policy, flow.channel, seed_of(config, flow))
+    if shared is not None:
+        arguments = (*arguments, shared)
     build: Any = build_actor
     if config.env.workers:
         from headrace.rollout.policy_worker import build_policy_worker as build
@@ -148,8 +154,22 @@ def learner(config: RunConfig, backend: Any, buffer: LeaseBuffer) -> ControlLear
     return kind(backend, config.algorithm.gamma, config.env.target_return)
 
 
-async def spawn_trainer(config: RunConfig, flow: Flow) -> Any:
-    more: tuple[Any, ...] = ()
+def acts_by_the_trainers_pass(config: RunConfig) -> bool:
+    """Whether a batch is one trajectory that is updated on once, in the process and under the weights that acted it out."""
+    training, engine = config.training, config.rollout.engine
+    alone = (
+        config.runtime == "local"
+        and config.placement == "sync"
+        and config.rollout.source == "engine"
+        and engine.count == training.groups == 1
+    )
+    once = training.epochs == training.minibatches == 1 and config.weights.every_steps == 1
+    plain = config.policy.kind == "actor_critic" and config.policy.recurrent == "none"
+    return alone and once and plain and not config.env.workers and not stays_on_device(config)
+
+
+async def spawn_trainer(config: RunConfig, flow: Flow, shared: SharedPass | None = None) -> Any:
+    more: tuple[Any, ...] = () if shared is None else (shared,)
     match config.algorithm.kind:
         case "dqn" | "sac":
             from headrace.training.backends.replay_device import build_replay_device as build

@@ -620,14 +620,18 @@ def _check_control(config: RunConfig, only: Only | None) -> None:
             "policy.normalise_observations",
             "found true with policy.network, whose module sees observations as they are; leave one out",
         )
-    if (env.frame_skip > 1 or env.frame_stack > 1) and env.mode == "vector_entry_point":
-        raise ConfigError("env.mode", 'found "vector_entry_point" with frame_skip or frame_stack; use sync or async')
     batched = env.id.startswith(("sim:", "envpool:"))
-    for name in ("frame_skip", "frame_stack"):
-        if batched and getattr(env, name) > 1:
-            raise ConfigError(
-                f"env.{name}", f"found {getattr(env, name)} with {env.id!r}, which makes whole vectors; use 1"
-            )
+    if batched and env.frame_skip > 1:
+        raise ConfigError(
+            "env.frame_skip",
+            f"found {env.frame_skip} with {env.id!r}, which makes whole vectors; use 1, or its own option",
+        )
+    if env.id.startswith("sim:") and env.frame_stack > 1:
+        raise ConfigError(
+            "env.frame_stack", f"found {env.frame_stack} with {env.id!r}, whose steps stay tensors; use 1"
+        )
+    if len(env.image_size) not in (0, 2):
+        raise ConfigError("env.image_size", f"found {list(env.image_size)}; use [height, width]")
     if batched and (env.mode, env.autoreset) != ("auto", "auto"):
         key = "mode" if env.mode != "auto" else "autoreset"
         raise ConfigError(f"env.{key}", f'found "{getattr(env, key)}" with {env.id!r}, which has its own; use auto')

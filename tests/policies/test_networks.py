@@ -146,3 +146,36 @@ def test_stacked_frames_are_channels_whichever_way_they_come():
     torch.testing.assert_close(stacked, filters(Leaf("obs", "image", (6, 16, 20), "uint8"), first))
     last = first.permute(0, 2, 3, 1)
     torch.testing.assert_close(stacked, filters(Leaf("obs", "image", (16, 20, 6), "uint8"), last))
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "float32"])
+@pytest.mark.parametrize("size", [36, 42, 84])
+def test_convolutions_over_blocks_are_plain_convolutions(dtype, size):
+    """Outputs and gradients of the three layers of Mnih et al., for sizes that strides divide and others."""
+    torch.manual_seed(0)
+    ours = Convolutions(Leaf("obs", "image", (4, size, size), dtype), scale=1 / 255)
+    images = torch.randint(256, (3, 4, size, size), dtype=torch.uint8).to(getattr(torch, dtype))
+    found, plain = ours(images), images.float() / 255
+    for convolution in ours.layers:
+        plain = torch.relu(convolution(plain))
+    expected = ours.last(plain.permute(0, 2, 3, 1).flatten(1))
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    weights = [convolution.weight for convolution in ours.layers]
+    for one, other in zip(
+        *(torch.autograd.grad(made.square().sum(), weights) for made in (found, expected)), strict=True
+    ):
+        torch.testing.assert_close(one, other, atol=1e-3 * float(other.abs().max()), rtol=1e-3)
+
+
+def test_normalised_images_show_what_moves_alone():
+    """Bytes are divided by 255 before the first update; after it, pixels that never change are 0."""
+    leaf, config = Leaf("obs", "image", (1, 12, 12), "uint8"), PolicyConfig(normalise_observations=True)
+    network = build_network(Spaces((leaf,), TWO), config, 2, seed=0)
+    ((_, (normaliser,)),) = network.normalisers()
+    plain = build_network(Spaces((leaf,), TWO), PolicyConfig(), 2, seed=0)
+    images = torch.randint(256, (50, 1, 12, 12), dtype=torch.uint8)
+    torch.testing.assert_close(network.evaluate({"obs": images})[0], plain.evaluate({"obs": images})[0])
+    images[:, :, 6:] = 77
+    normaliser.update(images.float())
+    shown = normaliser(images.float())
+    assert (shown[:, :, 6:] == 0).all() and shown[:, :, :6].std(0).mean() == pytest.approx(1.0, abs=0.02)

@@ -8,8 +8,10 @@ import torch
 
 from headrace.errors import ConfigError, PartFailed
 from headrace.policies.config import PolicyConfig
+from headrace.policies.spaces import ActionSpec, Leaf, Spaces
 from headrace.rollout.config import EnvConfig
 from headrace.rollout.environments.gymnasium_vector import VectorEnvironment
+from headrace.rollout.environments.shown import Shown
 from headrace.training.steps import resets
 from rollout.control_helpers import ENVS, actor, collect, counter_transitions, transitions
 
@@ -50,11 +52,56 @@ async def test_a_reward_clip_changes_what_is_trained_on_and_not_the_return():
     assert units[0].rewards.max() == 0.25 and (units[0].episode_returns == 1).all()
 
 
-async def test_frame_skip_adds_rewards_up_and_frame_stack_shows_the_last():
-    (unit,) = await collect(actor("counter", frame_skip=2, frame_stack=2, options={"length": 4}), 1)
-    assert unit.observations["obs"].shape == (9, 2, 2, 2)
+async def test_frame_skip_adds_rewards_up_and_a_time_limit_counts_what_the_policy_sees():
+    (unit,) = await collect(actor("counter", frame_skip=2, options={"length": 4}), 1)
     assert (unit.episode_lengths == 2).all() and (unit.episode_returns == 1).all()
-    np.testing.assert_array_equal(unit.observations["obs"][1, 0, :, 1], [0, 2])
+    (unit,) = await collect(actor("counter", frame_skip=2, options={"length": 100}, max_episode_steps=4), 1)
+    assert unit.truncated.sum() == 4 and (unit.final_observations["obs"][:, 1] == 8).all()
+
+
+@pytest.mark.parametrize(("mode", "autoreset"), MODES)
+async def test_stacked_frames_never_reach_back_over_a_reset(mode, autoreset):
+    """Every row shows the last three of its own episode, the first standing for those before it; so does the true last."""
+    made = actor("counter", mode=mode, autoreset=autoreset, steps=20, frame_stack=3, options={"length": 4})
+    (unit,) = await collect(made)
+    await made.close()
+    shown = unit.observations["obs"]
+    assert shown.shape == (21, 2, 3, 2)
+    finals = unit.final_observations["obs"] if len(unit.ended) else np.zeros((0, 3, 2), np.float32)
+    for frames in (*shown.reshape(-1, 3, 2), *finals):
+        episode, now = frames[-1]
+        expected = [[episode, max(now - back, 0)] for back in (2, 1, 0)]
+        np.testing.assert_array_equal(frames, expected)
+    lasts = shown[1:][(unit.terminated | unit.truncated)] if autoreset == "next_step" else finals
+    assert len(lasts) >= 8 and (lasts[:, -1, 1] == 4).all()
+
+
+async def test_a_vector_class_stacks_too():
+    (unit,) = await collect(actor("CartPole-v1", mode="vector_entry_point", steps=4, frame_stack=2))
+    shown = unit.observations["obs"]
+    assert shown.shape == (5, 2, 2, 4)
+    np.testing.assert_array_equal(shown[1:, :, 0], shown[:-1, :, 1])
+
+
+@pytest.mark.parametrize("key", ["frame_skip", "max_episode_steps"])
+def test_what_a_factory_of_vectors_cannot_do_is_refused(key):
+    with pytest.raises(ConfigError, match=f"env.{key}: found 3, but .*make_rows"):
+        VectorEnvironment(EnvConfig(id=f"{ENVS}make_rows", count=2, **{key: 3}))
+
+
+def test_images_grow_smaller_by_the_mean_over_areas_and_turn_grey():
+    """By hand: a row of 3 pixels into 2 weighs the middle one by halves; colours are weighed as BT.601 has it."""
+    image = np.zeros((1, 9, 12, 3), np.uint8)
+    image[0, :, :4] = (100, 0, 0)
+    image[0, :, 4:8] = (0, 200, 0)
+    spaces = Spaces((Leaf("obs", "image", (9, 12, 3), "uint8"),), ActionSpec("discrete", (), (2,)))
+    small = Shown(spaces, EnvConfig(id="x", image_size=(3, 2)), stack=1)
+    assert small.spaces.leaves[0].shape == (3, 2, 3)
+    np.testing.assert_array_equal(small.first({"obs": image})["obs"][0, 1], [[67, 67, 0], [0, 67, 0]])
+    grey = Shown(spaces, EnvConfig(id="x", greyscale=True, image_size=(9, 3)), stack=2)
+    assert grey.spaces.leaves[0].shape == (2, 9, 3, 1)
+    seen = grey.first({"obs": image})["obs"]
+    assert seen.dtype == np.uint8 and seen[0, :, 4, :, 0].tolist() == [[30, 117, 0]] * 2
 
 
 async def test_a_time_limit_of_the_config_truncates():
@@ -110,6 +157,14 @@ async def test_every_kind_of_space(kind, squash):
         (EnvConfig(id="CartPole-v77"), "CartPole-v77"),
         (EnvConfig(id="CartPole-v1", autoreset="disabled"), "has its own way"),
         (EnvConfig(id="rollout.control_envs:nobody"), "has no 'nobody'"),
+        (EnvConfig(id=f"{ENVS}make_counter", options={"height": 1}), "make_counter failed: TypeError: .*'height'"),
+        (EnvConfig(id=f"{ENVS}spaces.Discrete", options={"n": 3}), "made a Discrete, not an environment"),
+        (EnvConfig(id="CartPole-v1", options={"height": 1}), "cannot be made: .*'height'"),
+        (
+            EnvConfig(id="CartPole-v1", mode="vector_entry_point", frame_skip=2),
+            "env.frame_skip: found 2, but CartPole-v1",
+        ),
+        (EnvConfig(id="CartPole-v1", greyscale=True), "env.greyscale: .*shows no image"),
     ],
 )
 def test_what_cannot_be_made_is_said_in_one_line(config, words):

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from headrace import cli
+from headrace import assemble_control, cli
 from headrace.exchange.codec import decode_unit, encode
 from headrace.observability.report import build_report
+from headrace.policies.shared_pass import SharedPass
 from rollout.control_helpers import actor, collect
 from runs.launch import Ran, Running, assert_accounted, assert_one_line
 
@@ -124,6 +125,22 @@ def test_episodes_that_cannot_be_played_are_said_and_the_run_goes_on(run):
     ran = run("cartpole", *SMALL, "env.count=1", "training.steps=3", "env.id=rollout.control_envs:make_misbehaving",
               broken, "evaluation.source=episodes")  # fmt: skip
     assert ran.code == 0 and "no episode could be played" in ran.messages and "the wheel is stuck" in ran.messages
+
+
+def test_one_update_a_batch_goes_back_through_the_pass_that_acted(run, monkeypatch):
+    """As a run whose trainer makes passes of its own, to rounding."""
+    once = [*SMALL, "training.epochs=1", "training.minibatches=1"]
+    taken: list[bool] = []
+    take = SharedPass.take
+    monkeypatch.setattr(SharedPass, "take", lambda *a: (taken.append((found := take(*a)) is not None), found)[1])
+    kept = run("cartpole", *once, name="kept")
+    assert kept.code == 0, kept.err
+    assert taken == [True] * 8
+    monkeypatch.setattr(assemble_control, "acts_by_the_trainers_pass", lambda config: False)
+    again = run("cartpole", *once, name="again")
+    for one, other in zip(kept.steps, again.steps, strict=True):
+        assert one["loss/total"] == pytest.approx(other["loss/total"], abs=1e-4)
+        assert one["episode/count"] == other["episode/count"]
 
 
 def test_a_stopped_run_goes_on_where_it_was(run):

@@ -8,6 +8,7 @@ import torch
 
 import headrace.training.backends.control_device as module
 from headrace.policies.config import PolicyConfig
+from headrace.policies.shared_pass import SharedPass
 from headrace.policies.spaces import ActionSpec, Leaf, Spaces
 from headrace.training.backends.control_device import ControlDevice
 from headrace.training.config import AlgorithmConfig, OptimizerConfig, TrainingConfig
@@ -189,3 +190,33 @@ def test_spread_of_nothing_and_of_equal_values():
     assert (shift.item(), scale.item()) == (0.0, 1.0)
     shift, scale = module.spread(torch.tensor([1.0, 3.0, 99.0]), torch.tensor([1.0, 1.0, 0.0]))
     assert shift.item() == 2.0 and scale.item() == pytest.approx(np.sqrt(2))
+
+
+@pytest.mark.parametrize("kind", ["ppo", "impala"])
+async def test_the_pass_that_acted_teaches_as_one_of_the_trainers_own(kind, monkeypatch):
+    """Same weights; and a pass of other steps, or from before an update, is not taken."""
+    algorithm, batch = AlgorithmConfig(kind=kind), steps(seed=3)
+    alone, sharing = await device(algorithm), await device(algorithm)
+    shared = sharing.shared = SharedPass()
+    shared.network = sharing._network
+
+    def act() -> None:
+        shown = torch.from_numpy(batch.observations["obs"])
+        passes = [shared.evaluate({"obs": shown[t]}) for t in range(len(batch.rewards))]
+        shared.keep(shared.changes, passes, batch.behavior_logprobs)
+
+    act()
+    with monkeypatch.context() as patch:
+        patch.setattr(sharing, "_forward", None)
+        one, other = await alone.update(batch), await sharing.update(batch)
+    assert {name: stat.mean for name, stat in other.items()} == pytest.approx(
+        {n: s.mean for n, s in one.items()}, abs=1e-6
+    )
+    for mine, theirs in zip(alone._network.parameters(), sharing._network.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-5)
+
+    act()
+    assert shared.take(batch.behavior_logprobs + 1) is None
+    act()
+    shared.changes += 1
+    assert shared.take(batch.behavior_logprobs) is None

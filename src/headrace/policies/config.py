@@ -21,6 +21,9 @@ class PolicyConfig(Config):
     (observations, outputs): leaves -> (policy outputs [B, outputs], values [B])."""
     hidden: tuple[Positive, ...] = (64, 64)
     """Widths of the layers after the leaves are joined."""
+    convolutions: tuple[Positive, ...] = ()
+    """Filters of an image's three layers of convolutions; empty: 32, 64, 64 (Mnih et al. 2015), or 16, 32, 64 with images below
+    36 pixels."""
     activation: Literal["tanh", "relu", "elu", "silu"] = "tanh"
     """Between the layers."""
     recurrent: Literal["none", "lstm", "gru"] = "none"
@@ -34,4 +37,5 @@ class PolicyConfig(Config):
     log_std: float = 0.0
     """Of Box actions, at the start (before tanh or clipping)."""
     normalise_observations: bool = False
-    """By running mean and deviation, which the trainer keeps, publishes with the weights and saves."""
+    """By running mean and deviation of each number (of an image: each pixel), which the trainer keeps, publishes with the
+    weights and saves."""

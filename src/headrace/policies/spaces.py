@@ -57,7 +57,8 @@ class Spaces:
 
 
 def describe_spaces(observation: Any, action: Any) -> Spaces:
-    """The *single* spaces of an environment (a batched Discrete looks like a MultiDiscrete). Raises `ConfigError`."""
+    """The *single* spaces of an environment (a batched Discrete looks like a MultiDiscrete). Texts within a Dict or Tuple are
+    left out (a mission that is put in words). Raises `ConfigError`."""
     return Spaces(tuple(_leaves("", observation)), _action(action))
 
 
@@ -71,6 +72,8 @@ def _leaves(name: str, space: Any) -> list[Leaf]:
         case spaces.Tuple():
             parts = enumerate(space.spaces)
             return [leaf for key, part in parts for leaf in _leaves(f"{name}/{key}" if name else str(key), part)]
+    if name and space.dtype is not None and np.dtype(space.dtype).kind == "U":
+        return []
     name, dtype = name or PLAIN, str(space.dtype)
     match space:
         case spaces.Box():

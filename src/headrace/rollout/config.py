@@ -186,11 +186,15 @@ class EnvConfig(Config):
     options: dict[str, str | int | float | bool] = {}
     """Handed to the environment."""
     max_episode_steps: NonNegative = 0
-    """Time limit in place of the environment's own; 0 keeps that."""
+    """Time limit in place of the environment's own, in steps as the policy sees them; 0 keeps that. Not for a factory of vectors."""
     frame_skip: Positive = 1
-    """Repeat each action so often and add the rewards up."""
+    """Repeat each action so often and add the rewards up. For single environments, and ALE's vector class."""
     frame_stack: Positive = 1
-    """Show the last so many observations together."""
+    """Show the last so many observations together. 1: as the environment does."""
+    image_size: tuple[Positive, ...] = ()
+    """[height, width] that images are brought to, by the mean over each pixel's area; empty: as they come."""
+    greyscale: bool = False
+    """Show images of three colours as one of grey."""
     reward_clip: Annotated[float, Meta(ge=0)] = 0.0
     """Train on rewards clipped to this size; episode returns are not clipped. 0: do not."""
     target_return: float | None = None

@@ -15,6 +15,7 @@ import torch
 
 from headrace.errors import HeadraceError, PartFailed, RolloutDropped
 from headrace.policies.config import PolicyConfig
+from headrace.policies.shared_pass import SharedPass
 from headrace.policies.spaces import Spaces
 from headrace.protocols import Lease, TrajectoryRequest, WeightChannel, WorkerContext
 from headrace.rollout.acting import TURN_S, Acting, mix_seed, refuse_what_is_not_finite
@@ -25,12 +26,17 @@ from headrace.types import Array, Episodes, RequestKey, Trajectory
 
 
 def build_actor(
-    context: WorkerContext, env: EnvConfig, policy: PolicyConfig, channel: WeightChannel | None, seed: int
+    context: WorkerContext,
+    env: EnvConfig,
+    policy: PolicyConfig,
+    channel: WeightChannel | None,
+    seed: int,
+    shared: SharedPass | None = None,
 ) -> Actor:
     """Environments and a policy copy. The name's last part is the actor's number."""
     if context.resources.threads:
         torch.set_num_threads(context.resources.threads)
-    return Actor(context, env, policy, channel, seed)
+    return Actor(context, env, policy, channel, seed, shared)
 
 
 class Actor(Acting):
@@ -38,11 +44,20 @@ class Actor(Acting):
 
     An environment that raises, or shows what is not finite or of another shape, fails the request; all environments are
     then made anew for the next one, since nobody knows what state they are in.
+
+    shared: where to leave the passes that it acts by, made with the trainer's own network, whose weights are the same
     """
 
     def __init__(
-        self, context: WorkerContext, env: EnvConfig, policy: PolicyConfig, channel: WeightChannel | None, seed: int
+        self,
+        context: WorkerContext,
+        env: EnvConfig,
+        policy: PolicyConfig,
+        channel: WeightChannel | None,
+        seed: int,
+        shared: SharedPass | None = None,
     ) -> None:
+        self._shared = shared
         self.env, self.seed, self.index = env, seed, int(context.name.rpartition("-")[2])
         self.makes = 0
         self.environments: VectorEnvironment | None = self._make()
@@ -85,22 +100,26 @@ class Actor(Acting):
             self.record_work(began)
 
     async def _record_trajectory(self, request: TrajectoryRequest) -> Trajectory:
-        trajectory = self._trajectory(request, await self._loop(request))
+        changes = self._shared.changes if self._shared is not None else 0
+        recorded = await self._loop(request)
+        trajectory = self._trajectory(request, recorded)
         refuse_what_is_not_finite(self.env.id, trajectory)
+        if self._shared is not None:
+            self._shared.keep(changes, recorded.passes, trajectory.behavior_logprobs)
         return trajectory
 
     async def _loop(self, request: TrajectoryRequest) -> Recording:
         """`env.steps` steps. The other calls to this actor get their turn every `TURN_S`."""
         environments, engine = self.environments, self.engine
         assert environments is not None
-        to_environment, step, act = engine.distribution.to_environment, environments.step, engine.step
+        to_environment, step = engine.distribution.to_environment, environments.step
         recorded = Recording(self.engine.spaces, self.env.steps, environments.count, engine.distribution.size)
         recorded.show(0, self._observations)
         noise = engine.noise(self.env.steps, environments.count)
         state = self._state
         recorded.initial_state = {name: value.numpy().copy() for name, value in state.items()}
         for t in range(self.env.steps):
-            actions, outputs, state = act(recorded.shown(t), state, noise[t])
+            actions, outputs, state = self._act(recorded, t, state, noise[t])
             recorded.act(t, actions, outputs, engine.version)
             result = step(to_environment(recorded.actions[t]))
             recorded.step(t, result)
@@ -113,6 +132,14 @@ class Actor(Acting):
                     raise PartFailed(f"{request.request_id} was aborted")
         self._observations, self._state = recorded.last(), state
         return recorded
+
+    def _act(self, recorded: Recording, t: int, state: Any, noise: torch.Tensor) -> Any:
+        """Actions, outputs and the next state of a step."""
+        if self._shared is None:
+            return self.engine.step(recorded.shown(t), state, noise)
+        recorded.passes.append(self._shared.evaluate(recorded.shown(t)))
+        outputs = recorded.passes[-1][0].detach()
+        return self.engine.distribution.sample(outputs, noise), outputs, state
 
     def _count(self, recorded: Recording, t: int, result: Any, state: Any) -> Any:
         """Episode statistics, and a state that is zero where an episode begins."""
@@ -203,6 +230,9 @@ class Recording:
         self.returns: list[Array] = []
         self.lengths: list[Array] = []
         self.initial_state: dict[str, Array] = {}
+        self.passes: list[
+            tuple[torch.Tensor, torch.Tensor]
+        ] = []  # outputs and values with their graph, if they are shared
         self._ended: list[tuple[int, Array, dict[str, Array]]] = []
 
     def show(self, t: int, observations: dict[str, Array]) -> None:

@@ -20,6 +20,7 @@ from headrace.errors import ConfigError, MissingExtra, PartFailed
 from headrace.imports import import_object
 from headrace.policies.spaces import Spaces, describe_spaces, leaves_of
 from headrace.rollout.config import EnvConfig
+from headrace.rollout.environments.shown import Shown
 from headrace.rollout.environments.single_environments import SingleEnvironments
 from headrace.types import Array
 
@@ -57,12 +58,12 @@ class VectorEnvironment:
             raise ConfigError(
                 "env.count", f"found {self.count}, but {config.id} made {self.environments.num_envs} environments"
             )
-        self.spaces: Spaces = describe_spaces(
-            self.environments.single_observation_space, self.environments.single_action_space
-        )
+        made = describe_spaces(self.environments.single_observation_space, self.environments.single_action_space)
+        self._shown = Shown(made, config, stack=1 if _stacks_itself(self.environments) else config.frame_stack)
+        self.spaces: Spaces = self._shown.spaces
         self.mode = _autoreset_mode(self.environments)
         self._after_end = np.zeros(self.count, bool)
-        self._shapes = {leaf.name: (self.count, *leaf.shape) for leaf in self.spaces.leaves}
+        self._shapes = {leaf.name: (self.count, *leaf.shape) for leaf in made.leaves}
         self._waits = hasattr(self.environments, "step_async") and hasattr(self.environments, "step_wait")
         self._finish = {"next_step": self._next_step, "same_step": self._same_step, "disabled": self._disabled}[
             self.mode
@@ -74,7 +75,7 @@ class VectorEnvironment:
         many = hasattr(self.environments, "envs") or hasattr(self.environments, "env_fns")
         observations, _ = self.environments.reset(seed=own if many else own[0])
         self._after_end = np.zeros(self.count, bool)
-        return self._checked(leaves_of(observations))
+        return self._shown.first(self._checked(leaves_of(observations)))
 
     def step(self, actions: Array) -> Step:
         """Actions [N, ...] in the environment's own terms."""
@@ -89,7 +90,10 @@ class VectorEnvironment:
         if rewards.shape != (self.count,):
             raise PartFailed(f"{self.config.id} gave rewards of shape {rewards.shape}, expected ({self.count},)")
         terminated, truncated = np.asarray(terminated, bool), np.asarray(truncated, bool)
-        return self._finish(observations, rewards, terminated, truncated & ~terminated, info)
+        made = self._finish(observations, rewards, terminated, truncated & ~terminated, info)
+        begins = (made.terminated | made.truncated) if self.mode != "next_step" else ~made.valid
+        shown, final = self._shown.step(made.observations, begins, made.ended, made.final_observations)
+        return made._replace(observations=shown, final_observations=final)
 
     def close(self) -> None:
         self.environments.close()
@@ -135,9 +139,10 @@ class VectorEnvironment:
         if isinstance(final, np.ndarray) and final.dtype == object:
             rows = [leaves_of_one(final[n]) for n in ended]
             return {name: np.stack([row[name] for row in rows]) for name in self._shapes}
-        return {name: leaf[ended].copy() for name, leaf in leaves_of(final).items()}
+        return {name: leaf[ended].copy() for name, leaf in leaves_of(final).items() if name in self._shapes}
 
     def _checked(self, observations: Leaves) -> Leaves:
+        """The leaves that the spaces name, in their order."""
         for name, shape in self._shapes.items():
             found = observations.get(name)
             if found is None or found.shape != shape:
@@ -145,7 +150,7 @@ class VectorEnvironment:
                     f"{self.config.id} gave an observation {name!r} of shape "
                     f"{None if found is None else found.shape}, expected {shape}"
                 )
-        return observations
+        return {name: observations[name] for name in self._shapes}
 
 
 def leaves_of_one(observation: Any) -> Leaves:
@@ -173,6 +178,8 @@ def make_environments(config: EnvConfig, count: int) -> Any:
     except ImportError:
         raise MissingExtra("gymnasium", "control", "env.id") from None
     place, _, rest = config.id.rpartition(":")
+    if _DEEPMIND_LAB.match(config.id):
+        _register(gymnasium, config.id)
     if place == "sim":
         from headrace.rollout.environments.simulators import make_vector
 
@@ -183,7 +190,9 @@ def make_environments(config: EnvConfig, count: int) -> Any:
         return _from_factory(gymnasium, config, count)
     try:
         return _from_id(gymnasium, config, count)
-    except (gymnasium.error.Error, ImportError) as error:
+    except gymnasium.error.DependencyNotInstalled as error:
+        raise _missing_part(gymnasium, config.id) or ConfigError("env.id", " ".join(str(error).split())) from None
+    except (gymnasium.error.Error, ImportError, TypeError, ValueError) as error:
         raise ConfigError("env.id", f"{config.id!r} cannot be made: {' '.join(str(error).split())}") from None
 
 
@@ -194,23 +203,30 @@ def simulator_options(config: EnvConfig) -> dict[str, Any]:
 
 
 def _from_id(gymnasium: Any, config: EnvConfig, count: int) -> Any:
-    if config.id.startswith("ALE/"):
-        _register_ale(gymnasium)
-    own_vector = gymnasium.spec(config.id).vector_entry_point is not None
+    _register(gymnasium, config.id)
+    spec = gymnasium.spec(config.id)
     wrappers = _wrappers(gymnasium, config)
     mode = config.mode
     if mode == "auto":
-        mode = "vector_entry_point" if own_vector and not wrappers else "sync"
+        mode = (
+            "vector_entry_point" if spec.vector_entry_point is not None and (not wrappers or _is_ale(spec)) else "sync"
+        )
     options: dict[str, Any] = dict(config.options)
-    if config.max_episode_steps:
-        options["max_episode_steps"] = config.max_episode_steps
     if mode == "vector_entry_point":
         if config.autoreset not in ("auto", "next_step") and "autoreset_mode" not in options:
             raise ConfigError(
                 "env.autoreset", f'found "{config.autoreset}", but the vector class of {config.id} has its own way; '
                 "use auto, or env.mode = sync",
             )  # fmt: skip
+        if _is_ale(spec):
+            options = _ale_options(config, spec)
+        elif wrappers:
+            raise _only_for_single("frame_skip", config)
+        elif config.max_episode_steps:
+            options["max_episode_steps"] = config.max_episode_steps
         return gymnasium.make_vec(config.id, num_envs=count, vectorization_mode=mode, **options)
+    if config.max_episode_steps:
+        options["max_episode_steps"] = config.max_episode_steps * config.frame_skip
     if _steps_them_here(config, mode):
 
         def one() -> Any:
@@ -226,6 +242,36 @@ def _from_id(gymnasium: Any, config: EnvConfig, count: int) -> Any:
         disable_env_checker=True,
         **options,
     )
+
+
+def _only_for_single(key: str, config: EnvConfig) -> ConfigError:
+    return ConfigError(
+        f"env.{key}",
+        f"found {getattr(config, key)}, but {config.id} makes all its environments as one, which cannot be held one by one; "
+        f"use env.mode = sync where it has single ones, or the vector's own setting (env.options)",
+    )
+
+
+def _is_ale(spec: Any) -> bool:
+    return str(spec.vector_entry_point).startswith("ale_py")
+
+
+def _ale_options(config: EnvConfig, spec: Any) -> dict[str, Any]:
+    """[env] in the words of ALE's vector class, which skips, stacks and limits by itself and counts frames of the game.
+    Rewards are clipped by `env.reward_clip` alone, so that returns are those of the game."""
+    options: dict[str, Any] = {"reward_clipping": False, **config.options}
+    if config.frame_skip > 1:
+        options["frameskip"] = config.frame_skip
+    if config.frame_stack > 1:
+        options["stack_num"] = config.frame_stack
+    if config.max_episode_steps:
+        skip = options.get("frameskip", spec.kwargs.get("frameskip", 4))
+        options["max_num_frames_per_episode"] = config.max_episode_steps * skip
+    return options
+
+
+def _stacks_itself(environments: Any) -> bool:
+    return type(environments).__module__.startswith("ale_py")
 
 
 def _vector_options(gymnasium: Any, config: EnvConfig, mode: str) -> dict[str, Any]:
@@ -250,8 +296,6 @@ def _wrappers(gymnasium: Any, config: EnvConfig) -> list[Callable[[Any], Any]]:
     wrappers: list[Callable[[Any], Any]] = []
     if config.frame_skip > 1:
         wrappers.append(lambda env: _frame_skip(gymnasium, env, config.frame_skip))
-    if config.frame_stack > 1:
-        wrappers.append(lambda env: gymnasium.wrappers.FrameStackObservation(env, config.frame_stack))
     return wrappers
 
 
@@ -277,18 +321,33 @@ def _from_factory(gymnasium: Any, config: EnvConfig, count: int) -> Any:
 
     make = import_object(config.id, Path.cwd(), "env.id")
     if "num_envs" in inspect.signature(make).parameters:
-        return make(num_envs=count, **config.options)
+        for key, unused in (("frame_skip", 1), ("max_episode_steps", 0)):
+            if getattr(config, key) != unused:
+                raise _only_for_single(key, config)
+        return _made_by(config, make, "num_envs", num_envs=count)
 
     def one() -> Any:
-        environment = make(**config.options)
+        environment = _made_by(config, make, "step")
         if config.max_episode_steps:
-            environment = gymnasium.wrappers.TimeLimit(environment, config.max_episode_steps)
+            environment = gymnasium.wrappers.TimeLimit(environment, config.max_episode_steps * config.frame_skip)
         return _wrapped(environment, _wrappers(gymnasium, config))
 
     if _steps_them_here(config, config.mode):
         return SingleEnvironments([one] * count)
     kind = gymnasium.vector.AsyncVectorEnv if config.mode == "async" else gymnasium.vector.SyncVectorEnv
     return kind([one] * count, **_vector_options(gymnasium, config, config.mode))
+
+
+def _made_by(config: EnvConfig, make: Callable[..., Any], has: str, **more: Any) -> Any:
+    """What a user's factory makes of the options. Raises `ConfigError` when it fails or that is no environment."""
+    try:
+        made = make(**more, **config.options)
+    except Exception as error:
+        raise ConfigError("env.id", f"{config.id} failed: {type(error).__name__}: {error}") from error
+    if not hasattr(made, has):
+        kind = "a vector environment" if more else "an environment"
+        raise ConfigError("env.id", f"{config.id} made a {type(made).__name__}, not {kind}")
+    return made
 
 
 def _envpool(task: str, config: EnvConfig, count: int) -> Any:
@@ -299,7 +358,11 @@ def _envpool(task: str, config: EnvConfig, count: int) -> Any:
     options: dict[str, Any] = dict(config.options)
     if config.max_episode_steps:
         options["max_episode_steps"] = config.max_episode_steps
-    return EnvPoolVector(envpool.make(task, env_type="gymnasium", num_envs=count, **options), count)
+    try:
+        pool = envpool.make(task, env_type="gymnasium", num_envs=count, **options)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ConfigError("env.id", f"{config.id!r} cannot be made: {' '.join(str(error).split())}") from None
+    return EnvPoolVector(pool, count)
 
 
 class EnvPoolVector:
@@ -321,9 +384,37 @@ class EnvPoolVector:
         self.pool.close()
 
 
-def _register_ale(gymnasium: Any) -> None:
-    try:
-        import ale_py
-    except ImportError:
-        raise MissingExtra("ale-py", "atari", "an ALE environment") from None
-    gymnasium.register_envs(ale_py)
+_PLUGINS = (
+    (re.compile(r"ALE/|.*NoFrameskip-v\d+$"), "ale_py", "ale-py", "atari"),
+    (re.compile(r"Vizdoom"), "vizdoom.gymnasium_wrapper", "vizdoom", "vizdoom"),
+    (re.compile(r"MiniGrid-|BabyAI-"), "minigrid", "minigrid", "minigrid"),
+)
+"""Ids -> the module whose import makes them known, its package, the extra that installs it."""
+_PARTS = {"box2d": ("Box2D", "box2d"), "mujoco": ("mujoco", "mujoco")}
+"""Parts of Gymnasium that need a package: -> the package, the extra."""
+_DEEPMIND_LAB = re.compile(r"(?i)(deepmind_?lab|dmlab)\b|DeepmindLab")
+
+
+def _register(gymnasium: Any, name: str) -> None:
+    """Make an id known that a package brings. Raises `MissingExtra` for one that is not installed."""
+    if _DEEPMIND_LAB.match(name):
+        raise ConfigError(
+            "env.id",
+            f"{name!r}: DeepMind Lab is in no package index and cannot be installed with pip; nearest are ViZDoom's mazes "
+            "(VizdoomMyWayHome-v1), or a build of your own behind pkg.module:make_env",
+        )
+    for pattern, module, package, extra in _PLUGINS:
+        if pattern.match(name):
+            try:
+                __import__(module)
+            except ModuleNotFoundError as error:
+                if (error.name or "").partition(".")[0] != module.partition(".")[0]:
+                    raise
+                raise MissingExtra(package, extra, f"env.id = {name}") from None
+
+
+def _missing_part(gymnasium: Any, name: str) -> MissingExtra | None:
+    """What a known id of Gymnasium's own needs that is not there."""
+    spec = gymnasium.registry.get(name)
+    part = str(spec.entry_point).split(".")[2] if str(getattr(spec, "entry_point", "")).count(".") > 2 else ""
+    return MissingExtra(*_PARTS[part], f"env.id = {name}") if part in _PARTS else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ from headrace.errors import ConfigError, RunDirError
 from headrace.policies.config import PolicyConfig
 from headrace.policies.distributions import distribution_of
 from headrace.policies.networks import build_network
+from headrace.policies.shared_pass import SharedPass
 from headrace.policies.spaces import Spaces
 from headrace.protocols import Annotation, WeightChannel, WorkerContext
 from headrace.training import checkpoint_folder
@@ -25,8 +26,10 @@ from headrace.training.losses import StepLossInputs, step_loss
 from headrace.training.optimizer import FlatAdamW, FlatParameters
 from headrace.types import Array, Metrics, Stat, StepBatch
 
-CHUNK_ROWS = 4096
-"""In one forward and backward pass."""
+CHUNK_ROWS, CHUNK_NUMBERS = 4096, 2**22
+"""In one forward and backward pass: at most so many rows, and rows of so many numbers (an image has thousands)."""
+Forward = tuple[Tensor, Tensor, Tensor]
+"""[M] log-probabilities, entropies and values, with their graph."""
 
 
 def build_control_device(
@@ -36,16 +39,24 @@ def build_control_device(
     policy: PolicyConfig,
     channel: WeightChannel | None,
     seed: int,
+    shared: SharedPass | None = None,
 ) -> ControlDevice:
     """A trainer that gets its network with `begin`, once an actor has said what its environments show and take."""
     if context.resources.threads:
         torch.set_num_threads(context.resources.threads)
-    return ControlDevice(context, training, algorithm, policy, channel, seed)
+    made = ControlDevice(context, training, algorithm, policy, channel, seed)
+    made.shared = shared
+    return made
 
 
 class ControlDevice(PolicyDevice):
     """A policy with its value function and optimiser. `update` is a whole batch's work in one call, so that a trainer in
-    another process is sent each batch once; it is made of the same parts as the calls of every `TrainBackend`."""
+    another process is sent each batch once; it is made of the same parts as the calls of every `TrainBackend`.
+
+    shared: where an actor in this process leaves the passes that it acted by
+    """
+
+    shared: SharedPass | None = None
 
     async def begin(self, spaces: Spaces) -> None:
         """Build the network. Called once, before anything else."""
@@ -58,6 +69,8 @@ class ControlDevice(PolicyDevice):
         total = self._training.steps * self._training.epochs * self._training.minibatches
         self._optimizer = FlatAdamW(self._flat, self._training.optimizer, total)
         self._shuffle = torch.Generator(device).manual_seed(self._seed)
+        if self.shared is not None:
+            self.shared.network = self._network
         self._returns = (0.0, 0.0, 0.0)  # count, mean, sum of squared differences
 
     # --------------------------------------------------------------------------------------------------- training
@@ -77,9 +90,14 @@ class ControlDevice(PolicyDevice):
         return found.summary() | rows.explained_variance()
 
     def _update_once(self, batch: StepBatch, rows: Rows) -> Updates:
-        """One step on the whole batch: its forward pass serves the values that credit is made of, too."""
-        made = [self._forward(rows, chunk) for chunk in rows.chunks(slice(None))]
-        logprobs, values = (torch.cat([part[i].detach() for part in made]) for i in (0, 2))
+        """One step on the whole batch: its forward pass serves the values that credit is made of, too; and if the batch
+        was acted out in this process by this network, that pass is there already."""
+        kept = self.shared.take(batch.behavior_logprobs) if self.shared is not None else None
+        if kept is not None:
+            made = [(slice(None), (*self._distribution.logprobs_and_entropy(kept[0], rows.actions), kept[1]))]
+        else:
+            made = [(chunk, self._forward(rows, chunk)) for chunk in rows.chunks(slice(None))]
+        logprobs, values = (torch.cat([forward[i].detach() for _, forward in made]) for i in (0, 2))
         rows.fill(self._credit(batch, rows, values, logprobs))
         metrics = self._gradient(rows, slice(None), made)
         return Updates([metrics], self._step())
@@ -100,31 +118,31 @@ class ControlDevice(PolicyDevice):
                     found.metrics[name] = found.metrics[name] + stat if name in found.metrics else stat
         return found
 
-    def _forward(self, rows: Rows, part: Tensor | slice) -> tuple[Tensor, Tensor, Tensor]:
+    def _forward(self, rows: Rows, part: Tensor | slice) -> Forward:
         """[M] log-probabilities, entropies and values of rows, or of the rows of whole sequences with a memory."""
         if self._network.recurrent:
             outputs, values, _ = self._network.unroll(*rows.sequences(part))  # type: ignore[operator]
             outputs, values, part = outputs.flatten(0, 1), values.flatten(), rows.rows_of(part)
         else:
-            outputs, values = self._network.evaluate({n: leaf[part] for n, leaf in rows.observations.items()})
+            outputs, values = self._network.evaluate(rows.shown(part))
         return *self._distribution.logprobs_and_entropy(outputs, rows.actions[part]), values
 
     def _gradient(
-        self, rows: Rows, part: Tensor | slice, made: Sequence[tuple[Tensor, Tensor, Tensor]] | None = None
+        self, rows: Rows, part: Tensor | slice, made: Iterable[tuple[Tensor | slice, Forward]] | None = None
     ) -> dict[str, Tensor]:
-        """Add the gradient of one minibatch, chunk by chunk: what a chunk keeps for its backward pass fits the caches."""
+        """Add the gradient of one minibatch, chunk by chunk: what a chunk keeps for its backward pass fits the caches.
+        made: chunks with their forward passes, if there are such"""
         if self._network.recurrent:
-            made, part = [self._forward(rows, part)], rows.rows_of(part)
-            chunks: Sequence[Tensor | slice] = [part]
-        else:
-            chunks = rows.chunks(part)
+            forward, part = self._forward(rows, part), rows.rows_of(part)
+            made = [(part, forward)]
+        elif made is None:
+            made = ((chunk, self._forward(rows, chunk)) for chunk in rows.chunks(part))
         weights = rows.weights[part]
         shift, scale = torch.zeros(()), torch.ones(())
         if self._algorithm.normalise_advantages:
             shift, scale = spread(rows.advantages[part], weights)
         count, total = weights.sum(), None
-        for index, chunk in enumerate(chunks):
-            forward = made[index] if made is not None else self._forward(rows, chunk)
+        for chunk, forward in made:
             inputs = self._inputs(rows, chunk, forward, (rows.advantages[chunk] - shift) / scale, count)
             loss, metrics = step_loss(inputs, self._algorithm)
             loss.backward()
@@ -136,7 +154,7 @@ class ControlDevice(PolicyDevice):
         self,
         rows: Rows,
         part: Tensor | slice,
-        forward: tuple[Tensor, Tensor, Tensor],
+        forward: Forward,
         advantages: Tensor,
         count: Tensor,
     ) -> StepLossInputs:
@@ -154,6 +172,8 @@ class ControlDevice(PolicyDevice):
         )
 
     def _step(self) -> Metrics:
+        if self.shared is not None:
+            self.shared.changes += 1
         norm, rate, stepped = self._optimizer.step()
         metrics = {"optimizer/lr": Stat(rate), "optimizer/skipped": Stat(0.0 if stepped else 1.0)}
         if stepped:
@@ -323,11 +343,18 @@ class Rows:
         size = self.count if whole_sequences else self.steps * self.count
         return torch.randperm(size, generator=generator, device=generator.device).tensor_split(parts)
 
+    def shown(self, part: Tensor | slice) -> dict[str, Tensor]:
+        """Leaves [M, ...] of some rows. Whole rows are copied at a time, which indexing with a tensor would not do."""
+        chosen = (lambda leaf: leaf[part]) if isinstance(part, slice) else (lambda leaf: leaf.index_select(0, part))
+        return {name: chosen(leaf) for name, leaf in self.observations.items()}
+
     def chunks(self, part: Tensor | slice) -> Sequence[Tensor | slice]:
-        """Rows in pieces of at most `CHUNK_ROWS`."""
+        """Rows in pieces of `CHUNK_ROWS`, or fewer if a row has many numbers."""
+        size = sum(leaf[0].numel() for leaf in self.observations.values())
+        rows = min(CHUNK_ROWS, max(CHUNK_NUMBERS // size, 64))
         if isinstance(part, Tensor):
-            return part.split(CHUNK_ROWS)
-        return [slice(first, first + CHUNK_ROWS) for first in range(0, self.steps * self.count, CHUNK_ROWS)]
+            return part.split(rows)
+        return [slice(first, first + rows) for first in range(0, self.steps * self.count, rows)]
 
     def sequences(self, part: Tensor | slice) -> tuple[dict[str, Tensor], Tensor, dict[str, Tensor]]:
         """Leaves [T, B', ...], resets [T, B'], states [B', ...] of some of the environments."""
