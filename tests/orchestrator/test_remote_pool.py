@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import time
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -18,6 +19,7 @@ from headrace.orchestrator.remote.board import Board, word_of
 from headrace.orchestrator.remote.pool import ActorPool, PoolPlan, end_board
 from headrace.orchestrator.remote.trust import flaw
 from headrace.policies.config import PolicyConfig
+from headrace.policies.spaces import ActionSpec, Leaf, Spaces
 from headrace.protocols import Resources, TrajectoryRequest, WorkerContext
 from headrace.rollout.config import EnvConfig
 from headrace.types import Event, RequestKey, Trajectory, WeightTicket
@@ -246,6 +248,11 @@ async def test_a_server_that_answers_nonsense_is_said_and_recovered_from(open_po
         await pool.stats()
 
 
+def spaces_of(dtype: str) -> bytes:
+    leaf = Leaf("obs", "vector", (4,), dtype)
+    return msgspec.msgpack.encode(Spaces((leaf,), ActionSpec("discrete", (), (2,), (0,))))
+
+
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
@@ -253,6 +260,7 @@ async def test_a_server_that_answers_nonsense_is_said_and_recovered_from(open_po
         (lambda client: client.set("headrace:actors:r:ticket", b"[1, 2]"), "is not what it should be"),
         (lambda client: client.rpush("headrace:actors:r:ticket", "x"), "WRONGTYPE"),
         (lambda client: client.set("headrace:actors:r:spaces", b"\xc1"), "does not describe environments"),
+        (lambda client: client.set("headrace:actors:r:spaces", spaces_of("object")), "obs is object"),
     ],
 )
 async def test_an_actor_ends_with_one_line_when_the_server_says_what_cannot_be(own_redis, spoil, words):
@@ -304,8 +312,10 @@ LIES = {
     "ended names steps": lambda unit: {
         "ended": np.array([[4, 0]]), "final_observations": {"obs": unit.observations["obs"][0, :1]}
     },
+    "ended is int64 []": lambda unit: {"ended": np.int64(3).reshape(())},
+    "ended is float64": lambda unit: {"ended": np.zeros((1, 2))},
     "do not fit each other": lambda unit: {"episode_returns": np.ones(3, np.float32), "episode_lengths": np.ones(2, np.int64)},
-    "initial_state is there": lambda unit: {"initial_state": {"h": np.zeros((2, 0), np.float32)}},
+    "initial_state has ['h'], expected []": lambda unit: {"initial_state": {"h": np.zeros((2, 0), np.float32)}},
 }  # fmt: skip
 
 
@@ -314,6 +324,21 @@ def test_a_trajectory_that_is_not_what_it_says_is_told_apart(unit, lie):
     spaces = actor("CartPole-v1", steps=4).engine.spaces
     assert flaw(unit, spaces, 4, 2, newest=3) == ""
     assert lie in flaw(dataclasses.replace(unit, **LIES[lie](unit)), spaces, 4, 2, newest=3)
+
+
+@pytest.mark.parametrize("recurrent", ["gru", "lstm"])
+async def test_a_memory_is_part_of_what_is_checked(open_pool, recurrent):
+    policy = PolicyConfig(recurrent=recurrent, recurrent_size=6)
+    made = actor("CartPole-v1", steps=4, policy=policy)
+    unit = (await collect(made))[0]
+    unit = dataclasses.replace(unit, policy_versions=np.zeros_like(unit.policy_versions))
+    pool = await open_pool()
+    pool.plan = msgspec.structs.replace(pool.plan, policy=policy)
+    pool._spaces = made.engine.spaces
+    assert pool._flaw(unit) == ""
+    assert "initial_state has" in pool._flaw(dataclasses.replace(unit, initial_state=None))
+    short = {name: state[:, :5] for name, state in unit.initial_state.items()}
+    assert "initial_state.h is float32 [2, 5]" in pool._flaw(dataclasses.replace(unit, initial_state=short))
 
 
 @pytest.mark.parametrize("name", ["file.py:make", "os:system", "pkg:Env-v0"])

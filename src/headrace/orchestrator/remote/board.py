@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 import msgspec
+import numpy as np
 
 from headrace.errors import CallTimeout, DataError
 from headrace.exchange.stores.redis_stream import PASSING, back_off, connect, shown
@@ -163,8 +164,12 @@ class Board:
         """What the first actor has found. Raises `DataError` for what is none."""
         data = self.client.get(self._key("spaces"))
         try:
-            return msgspec.msgpack.decode(data, type=Spaces) if data is not None else None
-        except msgspec.MsgspecError as error:
+            found = msgspec.msgpack.decode(data, type=Spaces) if data is not None else None
+            for leaf in found.leaves if found is not None else ():
+                if np.dtype(leaf.dtype).kind not in "biuf":
+                    raise ValueError(f"{leaf.name} is {leaf.dtype}")
+            return found
+        except (msgspec.MsgspecError, ValueError, TypeError) as error:
             raise DataError(
                 f"{self._key('spaces')} at {shown(self.url)} does not describe environments: {error}"
             ) from None

@@ -244,7 +244,7 @@ class ActorPool:
         if self._spaces is None:
             return "nobody has said yet what the environments are"
         env, policy = self.plan.env, self.plan.policy
-        memory = policy.recurrent_size if policy.recurrent != "none" else 0
+        memory = dict.fromkeys({"none": "", "gru": "h", "lstm": "hc"}[policy.recurrent], policy.recurrent_size)
         newest = self._ticket.version if self._ticket is not None else NO_VERSION
         return flaw(unit, self._spaces, env.steps, env.count, newest, memory)
 

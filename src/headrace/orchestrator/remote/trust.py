@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import numpy as np
 
 from headrace.policies.spaces import Spaces
 from headrace.types import NO_VERSION, Array, Trajectory
 
 
-def flaw(unit: object, spaces: Spaces, steps: int, count: int, newest: int, recurrent: int = 0) -> str:
+def flaw(
+    unit: object, spaces: Spaces, steps: int, count: int, newest: int, memory: Mapping[str, int] = MappingProxyType({})
+) -> str:
     """Empty for T = `steps` of N = `count` environments with these spaces, of versions up to `newest`.
 
-    recurrent: size of the policy's memory; 0: it has none
+    memory: sizes of the policy's states by name
     """
     if not isinstance(unit, Trajectory):
         return f"it is a {type(unit).__name__}, no trajectory"
     grid = (steps, count)
-    expected: list[tuple[str, Array | None, tuple[int, ...], str]] = [
-        ("rewards", unit.rewards, grid, "f"),
-        ("terminated", unit.terminated, grid, "b"),
-        ("truncated", unit.truncated, grid, "b"),
-        ("valid", unit.valid, grid, "b"),
-        ("behavior_logprobs", unit.behavior_logprobs, grid, "f"),
-        ("policy_versions", unit.policy_versions, grid, "i"),
-        ("actions", unit.actions, grid + _action_shape(spaces), "f" if spaces.action.kind == "box" else "i"),
+    expected: list[tuple[str, Array, tuple[int, ...], str]] = [
+        ("rewards", unit.rewards, grid, "float32"),
+        ("terminated", unit.terminated, grid, "bool"),
+        ("truncated", unit.truncated, grid, "bool"),
+        ("valid", unit.valid, grid, "bool"),
+        ("behavior_logprobs", unit.behavior_logprobs, grid, "float32"),
+        ("policy_versions", unit.policy_versions, grid, "int32"),
+        ("actions", unit.actions, grid + _action_shape(spaces), "float32" if spaces.action.kind == "box" else "int64"),
     ]
+    if unit.ended.ndim != 2 or unit.ended.shape[1] != 2 or unit.ended.dtype != np.int64:
+        return f"ended is {unit.ended.dtype} {list(unit.ended.shape)}, expected int64 [K, 2]"
     ends = len(unit.ended)
     for name, leaves, shape in (
         ("observations", unit.observations, (steps + 1, count)),
@@ -34,39 +41,34 @@ def flaw(unit: object, spaces: Spaces, steps: int, count: int, newest: int, recu
         if set(leaves) != wanted:
             return f"{name} are {sorted(leaves)}, expected {sorted(wanted)}"
         expected += [
-            (f"{name}.{leaf.name}", leaves[leaf.name], shape + leaf.shape, np.dtype(leaf.dtype).kind)
+            (f"{name}.{leaf.name}", leaves[leaf.name], shape + leaf.shape, leaf.dtype)
             for leaf in spaces.leaves
             if leaf.name in leaves
         ]
-    expected += [(f"initial_state.{k}", v, (count, recurrent), "f") for k, v in (unit.initial_state or {}).items()]
-    for name, values, shape, kind in expected:
-        if values is None or values.shape != shape or values.dtype.kind != kind:
-            found = "nothing" if values is None else f"{values.dtype} {list(values.shape)}"
-            return f"{name} is {found}, expected kind {kind!r} {list(shape)}"
-        if kind == "f" and not np.isfinite(values).all():
+    states = unit.initial_state or {}
+    if set(states) != set(memory):
+        return f"initial_state has {sorted(states)}, expected {sorted(memory)}"
+    expected += [(f"initial_state.{name}", states[name], (count, size), "float32") for name, size in memory.items()]
+    for name, values, shape, dtype in expected:
+        if values.shape != shape or values.dtype != np.dtype(dtype):
+            return f"{name} is {values.dtype} {list(values.shape)}, expected {dtype} {list(shape)}"
+        if values.dtype.kind == "f" and not np.isfinite(values).all():
             return f"{name} is not finite"
-    return _ranges(unit, spaces, newest, bool(recurrent))
+    return _ranges(unit, spaces, newest)
 
 
 def _action_shape(spaces: Spaces) -> tuple[int, ...]:
     return (len(spaces.action.low),) if spaces.action.kind == "box" else spaces.action.shape
 
 
-def _ranges(unit: Trajectory, spaces: Spaces, newest: int, recurrent: bool) -> str:
+def _ranges(unit: Trajectory, spaces: Spaces, newest: int) -> str:
     """Numbers that index something later on."""
-    if recurrent != bool(unit.initial_state):
-        return f"initial_state is {'missing' if recurrent else 'there'}"
     if (unit.terminated & unit.truncated).any():
         return "a step is terminated and truncated"
     if unit.policy_versions.min() <= NO_VERSION or unit.policy_versions.max() > newest:
         return f"policy_versions go from {unit.policy_versions.min()} to {unit.policy_versions.max()}, the newest is {newest}"
     steps, count = unit.rewards.shape
-    if len(unit.ended) and (
-        unit.ended.shape[1:] != (2,)
-        or unit.ended.dtype.kind != "i"
-        or (unit.ended < 0).any()
-        or (unit.ended >= (steps, count)).any()
-    ):
+    if (unit.ended < 0).any() or (unit.ended >= (steps, count)).any():
         return "ended names steps that are not there"
     returns, lengths = unit.episode_returns, unit.episode_lengths
     if returns.ndim != 1 or returns.shape != lengths.shape or not np.isfinite(returns).all():
