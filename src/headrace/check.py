@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from headrace.estimates import (
     ModelShape,
     batch_arithmetic,
     context_length,
+    cores,
     count,
     kv_tokens,
     memory_parts,
@@ -134,10 +134,9 @@ def _check_functions(config: RunConfig, found: Findings) -> None:
 def _check_machine(config: RunConfig, found: Findings) -> None:
     """Cores and optional packages."""
     wanted = config.training.threads + config.rollout.engine.count * config.rollout.engine.threads
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if config.placement == "separate" and wanted > cores:
+    if config.placement == "separate" and wanted > cores():
         found.warnings.append(
-            f"training.threads and rollout.engine.threads: {wanted} threads on {count(cores, 'core')} get into each other's way"
+            f"training.threads and rollout.engine.threads: {wanted} threads on {count(cores(), 'core')} get into each other's way"
         )
     for sink, package in EXTRAS.items():
         if sink in config.observability.sinks and importlib.util.find_spec(package) is None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from headrace.assemble import Assembled, assemble
 from headrace.config import RunConfig, resolve
 from headrace.errors import RunError, TrainingFailed
+from headrace.estimates import cores
 from headrace.observability.display import open_display
 from headrace.orchestrator.checkpoint import Checkpoints
 from headrace.orchestrator.controller import reasons, remedy
@@ -141,6 +142,7 @@ class Session:
                 "dropped": dict(ledger.dropped),
                 "in_flight": len(ledger.in_flight),
             },
+            "cores": cores(),
             "error": error,
             "only": order.only,
             "samples": str(order.samples.resolve()) if order.samples else None,

@@ -10,6 +10,7 @@ any token that the framework appended carry `policy_version == NO_VERSION` and `
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Literal, TypeVar
@@ -30,22 +31,43 @@ T = TypeVar("T")
 
 
 def travels(cls: type[T]) -> type[T]:
-    """Pickle a slotted frozen dataclass as a plain tuple. The standard way asks `dataclasses.fields` for every object,
-    which costs more than everything else about a small message between two processes."""
+    """Pickle a slotted frozen dataclass as a plain tuple, fields that are an `Array` as type, shape and bytes. The standard
+    ways of dataclasses and of small arrays cost more than everything else about a message between two processes."""
     names = cls.__slots__  # type: ignore[attr-defined]
     values = attrgetter(*names)
-    assign = object.__setattr__
+    arrays = tuple(i for i, name in enumerate(names) if str(cls.__annotations__.get(name)).startswith("Array"))
 
-    def __getstate__(self: Any) -> tuple[Any, ...]:
-        return values(self) if len(names) > 1 else (values(self),)
+    def __reduce__(self: Any) -> tuple[Any, ...]:
+        state = values(self) if len(names) > 1 else (values(self),)
+        if arrays:
+            state = list(state)
+            for i in arrays:
+                array = state[i]
+                if array is not None and not array.dtype.hasobject:
+                    state[i] = (array.dtype.str, array.shape, array.tobytes())
+        return _arrive, (cls, *state)
 
-    def __setstate__(self: Any, state: tuple[Any, ...]) -> None:
-        for name, value in zip(names, state, strict=True):
-            assign(self, name, value)
-
-    cls.__getstate__ = __getstate__  # type: ignore[method-assign,assignment]
-    cls.__setstate__ = __setstate__  # type: ignore[attr-defined]
+    cls.__reduce__ = __reduce__  # type: ignore[method-assign,assignment]
+    _ARRIVALS[cls] = (tuple(getattr(cls, name).__set__ for name in names), arrays)
     return cls
+
+
+_ARRIVALS: dict[type, tuple[tuple[Any, ...], tuple[int, ...]]] = {}
+"""Class -> setters of its slots, and which of them hold arrays."""
+
+
+def _arrive(cls: type, *state: Any) -> Any:
+    """What `travels` packed."""
+    made = object.__new__(cls)
+    setters, arrays = _ARRIVALS[cls]
+    values = list(state)
+    for i in arrays:
+        if isinstance(values[i], tuple):
+            dtype, shape, data = values[i]
+            values[i] = np.ndarray(shape, dtype, data).copy()
+    for assign, value in zip(setters, values, strict=True):
+        assign(made, value)
+    return made
 
 
 # --------------------------------------------------------------------------------------------- tasks and sampling
@@ -223,13 +245,12 @@ class TokenSample:
     @property
     def oldest_version(self) -> int:
         """The version of the oldest sampled token, NO_VERSION when nothing was sampled."""
-        sampled = self.policy_versions[self.policy_versions != NO_VERSION]
-        return int(sampled.min()) if sampled.size else NO_VERSION
+        return _oldest([self])
 
     @property
     def completion_length(self) -> int:
         """Tokens that a policy sampled."""
-        return int(self.loss_mask.sum())
+        return int(np.count_nonzero(self.loss_mask))
 
     @property
     def nbytes(self) -> int:
@@ -311,12 +332,21 @@ class Episode:
 
     @property
     def oldest_version(self) -> int:
-        versions = [v for v in (sample.oldest_version for sample in self.samples) if v != NO_VERSION]
-        return min(versions, default=NO_VERSION)
+        return _oldest(self.samples)
 
     @property
     def completion_length(self) -> int:
         return sum(sample.completion_length for sample in self.samples)
+
+
+def _oldest(samples: Iterable[TokenSample]) -> int:
+    """The version of the oldest sampled token, NO_VERSION when nothing was sampled: one pass over all of them."""
+    versions = [sample.policy_versions for sample in samples]
+    if not versions:
+        return NO_VERSION
+    flat = np.concatenate(versions)
+    sampled = flat[flat != NO_VERSION]
+    return int(sampled.min()) if sampled.size else NO_VERSION
 
 
 @travels
@@ -359,8 +389,7 @@ class Group:
 
     @property
     def oldest_version(self) -> int:
-        versions = [v for v in (episode.oldest_version for episode in self.episodes) if v != NO_VERSION]
-        return min(versions, default=NO_VERSION)
+        return _oldest(sample for episode in self.episodes for sample in episode.samples)
 
 
 Unit = Group | Trajectory

@@ -3,7 +3,7 @@
 import pytest
 from synthetic import Delays, flow_events
 
-from headrace.observability.bottleneck import find_bottleneck, measure
+from headrace.observability.bottleneck import SPREAD, Setting, alternating_share, find_bottleneck, measure
 from headrace.types import Event
 
 S = 1_000_000_000
@@ -76,6 +76,21 @@ def test_both_busy_all_the_time_says_that_alternating_may_be_quicker():
     assert any('placement = "sync"' in note for note in verdict.notes)
     idle_engine = find_bottleneck(flow_events(Delays(generate_s=0.3, train_s=1.0), steps=40))
     assert not any('placement = "sync"' in note for note in idle_engine.notes)
+
+
+def test_cores_that_stand_idle_side_by_side_say_what_alternating_would_save():
+    """Engine 0.5 s and trainer 1 s of one core each: 1.5 s of work in 2 s of two cores' time."""
+    config = {"placement": "separate", "rollout": {"engine": {"threads": 1}}, "training": {"threads": 1}}
+    uneven = flow_events(Delays(generate_s=0.5, train_s=1.0, score_s=0.01, publish_s=0.0), steps=40)
+    (note,) = find_bottleneck(uneven, config, cores=2).notes
+    shown = [int(word.rstrip("%")) for word in note.split() if word.endswith("%")]
+    assert shown == [pytest.approx(25, abs=3), pytest.approx(75 / SPREAD, abs=3)]
+    assert 'placement = "sync"' in note and "rollout.engine.threads = 2" in note
+    even = flow_events(Delays(generate_s=1.0, train_s=1.0, score_s=0.01, publish_s=0.0), steps=40)
+    assert alternating_share(measure(even), Setting(config), 2) > 1, "nothing to save where both work all the time"
+    # Where cores are left over, giving them out comes first; a machine that is not known says nothing.
+    assert alternating_share(measure(uneven), Setting(config), 4) is None
+    assert not find_bottleneck(uneven, config).notes
 
 
 def test_many_drops_are_noted():

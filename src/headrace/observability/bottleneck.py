@@ -14,6 +14,7 @@ from headrace.observability.activity import (
     intersect,
     matches,
     merge,
+    part_of,
     subtract,
     total_ns,
     wait_intervals,
@@ -29,6 +30,10 @@ OVERLAPPED = 0.15
 """With less of the trainer's work under running engines than this, the two alternate."""
 SATURATED = 0.85
 """A part busy for this share has nothing left to give."""
+SPREAD = 0.9
+"""What each of a part's threads is still worth when it gets all cores in place of its own: what does not divide costs more."""
+WORTHWHILE = 0.95
+"""Taking turns is advised from here: it must save a twentieth of the time at least."""
 
 TRAINING_KINDS = ("annotate", "forward_backward", "optimizer_step", "save")
 
@@ -42,6 +47,7 @@ class Shares:
     busy: engine (mean over engines), reward (any scoring in progress), trainer
     idle_engine_for_room: no engine works while admission waits for room
     overlap: of the trainer's work, the share during which an engine works too
+    occupied: busy shares of everything that an engine or a trainer does, weights included, by source
     """
 
     window_s: float
@@ -51,6 +57,7 @@ class Shares:
     overlap: float
     idle_engine_for_room: float
     engines: dict[str, float] = field(default_factory=dict)
+    occupied: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +128,11 @@ def measure(events: Sequence[Event], window: Interval | None = None) -> Shares:
         overlap=total_ns(clip(intersect(generating, training), window)) / training_ns if training_ns else 0.0,
         idle_engine_for_room=share(subtract(waits["wait_room"], generating)),
         engines=engines,
+        occupied={
+            source: share(busy_intervals(events, source))
+            for source in working_sources(events)
+            if part_of(source) in ("engine", "trainer")
+        },
     )
 
 
@@ -154,8 +166,10 @@ def find_bottleneck(
     config: Mapping[str, Any] | None = None,
     dropped_share: float = 0.0,
     window: Interval | None = None,
+    cores: int | None = None,
 ) -> Verdict:
-    """The verdict over a run's events. `config` (the resolved run config as a dict) makes the advice fit what was set."""
+    """The verdict over a run's events. `config` (the resolved run config as a dict) makes the advice fit what was set, and
+    `cores` (of the machine that all parts ran on) what the machine has."""
     shares = measure(events, window)
     part = decide(shares)
     setting = Setting(config or {})
@@ -174,7 +188,7 @@ def find_bottleneck(
             return Verdict(
                 part="unknown", sentence="Nothing was trained yet: no bottleneck can be named.", shares=shares
             )
-    notes = _notes(shares, setting, dropped_share)
+    notes = _notes(shares, setting, dropped_share, cores)
     return Verdict(part=part, sentence=sentence, change=change, notes=notes, shares=shares)
 
 
@@ -286,10 +300,31 @@ def _admission(shares: Shares, setting: Setting) -> Advice:
     )
 
 
-def _notes(shares: Shares, setting: Setting, dropped_share: float) -> tuple[str, ...]:
+def alternating_share(shares: Shares, setting: Setting, cores: int | None) -> float | None:
+    """The time that engine and trainer would take in turns, each with all cores, as a share of the time they took side by
+    side: their work in seconds of a core, over what all cores do. None where they do not share all cores between them."""
+    elsewhere = setting("runtime") == "ray" or setting("placement") != "separate"
+    if cores is None or elsewhere or shares.overlap < OVERLAPPED:
+        return None
+    threads = {"engine": setting("rollout.engine.threads") or 1, "trainer": setting("training.threads") or 1}
+    given = sum(threads[part_of(source)] for source in shares.occupied)
+    if given != cores or len(shares.occupied) < 2:
+        return None
+    work = sum(share * threads[part_of(source)] for source, share in shares.occupied.items())
+    return work / (cores * SPREAD)
+
+
+def _notes(shares: Shares, setting: Setting, dropped_share: float, cores: int | None) -> tuple[str, ...]:
     notes = []
     waiting = sum(share for part, share in shares.held.items() if part != "trainer")
-    if shares.busy["trainer"] >= SATURATED and shares.busy["engine"] >= SATURATED and waiting < SLACK:
+    in_turns = alternating_share(shares, setting, cores)
+    if in_turns is not None and in_turns < WORTHWHILE:
+        notes.append(
+            f"Side by side, engine and trainer left {percent(1 - in_turns * SPREAD)} of the {cores} cores' time unused. "
+            f"Alternating, with all {cores} threads for each, would take about {percent(in_turns)} of the time: set "
+            f'placement = "sync", rollout.engine.threads = {cores} and training.threads = {cores}.'
+        )
+    elif shares.busy["trainer"] >= SATURATED and shares.busy["engine"] >= SATURATED and waiting < SLACK:
         notes.append(
             f"Engine ({percent(shares.busy['engine'])}) and trainer ({percent(shares.busy['trainer'])}) were both busy "
             "nearly all the time. Where they share cores, nothing is hidden by overlapping, and alternating with all threads "

@@ -174,7 +174,7 @@ def build_report(folder: Path) -> Report:
         rows=rows,
         evaluation=by_step(read_jsonl(folder / "evaluation.jsonl")),
         events=events,
-        verdict=find_bottleneck(events, config, lost / (lost + trained) if lost else 0.0),
+        verdict=find_bottleneck(events, config, lost / (lost + trained) if lost else 0.0, cores=run.get("cores")),
         dropped=dropped,
         trained=trained,
         samples=_first_and_last_samples(folder / SAMPLES_FOLDER),

@@ -91,10 +91,11 @@ class Narrator:
         self.checkpoints.write_version(version)
 
     def step(self, report: StepReport) -> None:
-        for unit in report.units:
-            self.tally.trained(unit_lengths(unit))
+        lengths = [unit_lengths(unit) for unit in report.units]
+        for of_unit in lengths:
+            self.tally.trained(of_unit)
         self.samples += sum(unit_samples(unit) for unit in report.units)
-        self.tokens += sum(sum(unit_lengths(unit)) for unit in report.units)
+        self.tokens += sum(map(sum, lengths))
         self._recent = [*self._recent[-20:], (time.monotonic(), self.samples, self.tokens)]
         self.last = report
         self.sample = self.describe(report.units[0]) if report.units else ""

@@ -101,7 +101,7 @@ def rows_of_group(group: Group, advantages: Array, config: TrainingConfig, index
     """The group's samples that have targets and an advantage; a truncated one has weight 0 when the config masks them."""
     rows = []
     for episode, score, advantage in zip(group.episodes, group.scores, advantages, strict=True):
-        if np.isnan(advantage):
+        if advantage != advantage:  # NaN; asking numpy of a scalar costs more than the rest of the line
             continue
         for segment, sample in enumerate(episode.samples):
             targets = np.flatnonzero(np.asarray(sample.loss_mask[1:])) + 1

@@ -19,7 +19,7 @@ INIT, CALL, STREAM, STOP_STREAM, CLOSE = 1, 2, 3, 4, 5
 READY, RESULT, ITEM, ERROR, EVENTS, CLOSED = 11, 12, 13, 14, 15, 16
 
 _HEADER = struct.Struct("<BQQ")  # kind, call id, bytes that follow
-_JOIN_BELOW_BYTES = 1 << 16
+_JOIN_S = 5e-3
 
 
 def pack(value: Any) -> bytes:
@@ -30,14 +30,30 @@ def unpack(payload: bytes) -> Any:
     return pickle.loads(payload)
 
 
-def write_frame(writer: asyncio.StreamWriter, kind: int, call_id: int, payload: bytes) -> None:
-    """Hand one frame to the transport; never waits."""
-    header = _HEADER.pack(kind, call_id, len(payload))
-    if len(payload) < _JOIN_BELOW_BYTES:
-        writer.write(header + payload)
-    else:
-        writer.write(header)
-        writer.write(payload)
+class FrameWriter:
+    """Hands frames to the transport. Those that follow each other closely go in one write: a call of the kernel for
+    each, and a wake-up of the other side, cost more than making them. None waits for longer than the loop's next turn, or
+    behind a call that takes its time."""
+
+    def __init__(self, stream: asyncio.StreamWriter) -> None:
+        self.stream = stream
+        self._waiting: list[bytes] = []
+        self._written_at = 0.0
+
+    def write(self, kind: int, call_id: int, payload: bytes) -> None:
+        """Never waits."""
+        loop = asyncio.get_running_loop()
+        if not self._waiting:
+            loop.call_soon(self.flush)
+        self._waiting.append(_HEADER.pack(kind, call_id, len(payload)))
+        self._waiting.append(payload)
+        if loop.time() - self._written_at > _JOIN_S:
+            self.flush()
+            self._written_at = loop.time()
+
+    def flush(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        self.stream.write(b"".join(waiting))
 
 
 async def read_frame(reader: asyncio.StreamReader) -> tuple[int, int, bytes]:

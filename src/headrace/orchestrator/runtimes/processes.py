@@ -70,7 +70,7 @@ class ProcessProxy:
         self._process = process
         self._record = record
         self._close_timeout_s = close_timeout_s
-        self._writer: asyncio.StreamWriter | None = None
+        self._writer: frames.FrameWriter | None = None
         self._listener: asyncio.Task[None] | None = None
         self._streams: frozenset[str] = frozenset()
         self._next_id = 1
@@ -149,13 +149,13 @@ class ProcessProxy:
         self._require_alive()
         assert self._writer is not None
         try:
-            await self._writer.drain()
+            await self._writer.stream.drain()
         except OSError:
             await self._exited.wait()
         self._require_alive()
         call_id = self._next_id
         self._next_id += 1
-        frames.write_frame(self._writer, kind, call_id, payload)
+        self._writer.write(kind, call_id, payload)
         return call_id
 
     async def _stream(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AsyncIterator[Any]:
@@ -174,7 +174,7 @@ class ProcessProxy:
         finally:
             del self._items[call_id]
             if not ended and self._ended is None and self._writer is not None:
-                frames.write_frame(self._writer, frames.STOP_STREAM, call_id, b"")
+                self._writer.write(frames.STOP_STREAM, call_id, b"")
 
     def _require_alive(self) -> None:
         if self._ended is not None:
@@ -183,12 +183,13 @@ class ProcessProxy:
     # ----------------------------------------------------------------------------------------------- listening
 
     async def _connect(self, sock: socket.socket, start: WorkerStart) -> None:
-        reader, self._writer = await asyncio.open_connection(sock=sock)
+        reader, stream = await asyncio.open_connection(sock=sock)
+        self._writer = frames.FrameWriter(stream)
         self._require_alive()
         ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._pending[0] = ready
         self._listener = asyncio.create_task(self._listen(reader))
-        frames.write_frame(self._writer, frames.INIT, 0, frames.pack(start))
+        self._writer.write(frames.INIT, 0, frames.pack(start))
         try:
             self._streams = frozenset(await ready)
         finally:
@@ -268,7 +269,7 @@ class ProcessProxy:
         for items in self._items.values():
             items.put_nowait((frames.ERROR, WorkerDied(died)))
         if self._writer is not None:
-            self._writer.transport.abort()
+            self._writer.stream.transport.abort()
 
 
 def _start_process(name: str, resources: Resources) -> tuple[subprocess.Popen[bytes], socket.socket]:

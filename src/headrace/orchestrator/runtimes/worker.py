@@ -66,10 +66,11 @@ class _Worker:
         self.part: Any = None
         self.events: list[Any] = []
         self.tasks: dict[int, asyncio.Task[None]] = {}
-        self.writer: asyncio.StreamWriter
+        self.writer: frames.FrameWriter
 
     async def serve(self, sock: socket.socket) -> None:
-        reader, self.writer = await asyncio.open_connection(sock=sock)
+        reader, stream = await asyncio.open_connection(sock=sock)
+        self.writer = frames.FrameWriter(stream)
         try:
             _, _, payload = await frames.read_frame(reader)
             if not await self.build(frames.unpack(payload)):
@@ -133,7 +134,7 @@ class _Worker:
             self.send(frames.RESULT, call_id, result)
         except (Exception, asyncio.CancelledError) as error:
             self.send(frames.ERROR, call_id, frames.pack_error(f"{self.name}.{method}", error))
-        await self.writer.drain()
+        await self.writer.stream.drain()
 
     async def run_stream(self, call_id: int, payload: bytes) -> None:
         method, items = "stream", None
@@ -142,7 +143,7 @@ class _Worker:
             items = getattr(self.part, method)(*args, **kwargs)
             async for item in items:
                 self.send(frames.ITEM, call_id, item)
-                await self.writer.drain()
+                await self.writer.stream.drain()
             self.send(frames.RESULT, call_id, None)
         except asyncio.CancelledError:  # the caller stopped listening
             self.send(frames.RESULT, call_id, None)
@@ -169,15 +170,16 @@ class _Worker:
         count = len(self.events)
         payload = frames.pack((value, self.events[:count]))  # raises for a result that cannot travel
         del self.events[:count]
-        frames.write_frame(self.writer, kind, call_id, payload)
+        self.writer.write(kind, call_id, payload)
 
     async def flush_events_for_ever(self) -> None:
         while True:
             await asyncio.sleep(FLUSH_EVENTS_S)
             if self.events:
                 self.send(frames.EVENTS, 0, None)
-                await self.writer.drain()
+                await self.writer.stream.drain()
 
     async def finish_writing(self) -> None:
-        self.writer.close()
-        await self.writer.wait_closed()
+        self.writer.flush()
+        self.writer.stream.close()
+        await self.writer.stream.wait_closed()

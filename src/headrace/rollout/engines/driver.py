@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import queue
 import threading
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
@@ -32,6 +33,9 @@ class EngineDriver:
         self._pump: asyncio.Task[None] | None = None
         self._lock: asyncio.Lock | None = None
         self._drain_waiters: list[Callable[[], None]] = []
+        self._news: deque[Callable[[], None]] = deque()
+        self._told: asyncio.AbstractEventLoop | None = None
+        """The loop that has been woken for `_news` and did not look yet."""
         self._failure: Exception | None = None
         self._closed = False
         if not inline:
@@ -42,8 +46,7 @@ class EngineDriver:
 
     async def generate(self, request: GenerateRequest) -> Generation:
         try:
-            done, _ = await self._submit(request, streamed=False)
-            return await asyncio.shield(done)
+            return await self._submit(request)
         except asyncio.CancelledError:
             # Nobody waits any more: a request that ran on would hold keys and values for no lease.
             self._post(lambda: self.core.cancel(request))
@@ -52,36 +55,49 @@ class EngineDriver:
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Generation]:
         """Pieces of new tokens; a piece that is not the last one carries finish_reason "abort", as if it was cut there."""
         seen = request.prefix.token_ids.size if request.prefix is not None else 0
+        pieces: asyncio.Queue[Generation | None] = asyncio.Queue()
         try:
-            done, pieces = await self._submit(request, streamed=True)
+            done = self._submit(request, pieces)
             while (piece := await pieces.get()) is not None:
                 seen += piece.token_ids.size
                 yield piece
-            yield _tail(await asyncio.shield(done), seen)
+            yield _tail(await done, seen)
         finally:
             self._post(lambda: self.core.cancel(request))
 
-    async def _submit(
-        self, request: GenerateRequest, streamed: bool
-    ) -> tuple[asyncio.Future[Generation], asyncio.Queue[Generation | None]]:
+    def _submit(
+        self, request: GenerateRequest, pieces: asyncio.Queue[Generation | None] | None = None
+    ) -> asyncio.Future[Generation]:
+        """Hand a request to the core. What it samples is put into `pieces` as it comes, and None at the end."""
+        self._check()
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Generation] = loop.create_future()
         done.add_done_callback(_retrieve)
-        pieces: asyncio.Queue[Generation | None] = asyncio.Queue()
 
-        def settle(sequence: Sequence, error: Exception | None) -> None:
+        def settle(sequence: Sequence | None, error: Exception | None) -> None:
             def apply() -> None:
                 if not done.done():
-                    done.set_exception(error) if error else done.set_result(sequence.generation())
-                pieces.put_nowait(None)
+                    done.set_exception(error) if error else done.set_result(sequence.generation())  # type: ignore[union-attr]
+                if pieces is not None:
+                    pieces.put_nowait(None)
 
             self._into(loop, apply)
 
         def report(piece: Generation) -> None:
-            self._into(loop, lambda: pieces.put_nowait(piece))
+            self._into(loop, lambda: pieces.put_nowait(piece))  # type: ignore[union-attr]
 
-        await self._call(lambda: self.core.submit(request, settle, report if streamed else None))
-        return done, pieces
+        def submit() -> None:
+            try:
+                self.core.submit(request, settle, report if pieces is not None else None)
+            except Exception as error:
+                settle(None, error)
+
+        if self.inline:
+            submit()
+            self._start_pump()
+        else:
+            self._commands.put(submit)
+        return done
 
     async def abort(self, request_id: str, keep_kv: bool = False) -> Generation | None:
         return await self._call(lambda: self.core.abort(request_id, keep_kv))
@@ -207,8 +223,18 @@ class EngineDriver:
         if self.inline:
             apply()
         else:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
-                loop.call_soon_threadsafe(apply)
+            # What ends in one pass wakes the loop once: each wake-up is a call of the kernel and a change of threads.
+            self._news.append(apply)
+            if self._told is not loop:
+                self._told = loop
+                with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+                    loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        """In the loop: all that the thread has to say."""
+        self._told = None
+        while self._news:
+            self._news.popleft()()
 
     def _work(self) -> None:
         """The thread: commands first, then a pass, for ever."""

@@ -6,6 +6,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from headrace.errors import DataError
 from headrace.protocols import Turn
 from headrace.rollout.config import TasksConfig
@@ -32,6 +34,8 @@ class SingleTurn:
         self.config = config
         ends = {*end_token_ids, tokenizer.eos_token_id}
         self.end_token_ids = frozenset(end for end in ends if end is not None)
+        self._before: list[int] | None = None
+        """What the tokenizer puts before raw text, whatever the text: found with the first one."""
         self._rendered: OrderedDict[str, tuple[Task, list[int]]] = OrderedDict()
 
     async def reset(self, task: Task) -> Turn:
@@ -67,7 +71,7 @@ class SingleTurn:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of sampled ids: one end token at the end is left out, and so are special tokens anywhere."""
-        ids = [int(token_id) for token_id in token_ids]
+        ids = np.asarray(token_ids).tolist()
         if ids and ids[-1] in self.end_token_ids:
             ids.pop()
         return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -108,8 +112,8 @@ class SingleTurn:
         plain = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         if plain and plain[0] == self.tokenizer.bos_token_id:
             return plain
-        full = list(self.tokenizer(text)["input_ids"])
-        for start in range(len(full) - len(plain) + 1):
-            if full[start : start + len(plain)] == plain:
-                return full[: start + len(plain)]
-        return plain
+        if self._before is None:
+            full = list(self.tokenizer(text)["input_ids"])
+            places = range(len(full) - len(plain) + 1)
+            self._before = next((full[:at] for at in places if full[at : at + len(plain)] == plain), [])
+        return self._before + plain

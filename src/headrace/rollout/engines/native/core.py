@@ -178,10 +178,14 @@ class NativeCore(Core):
     def _admit(self) -> None:
         """First come, first served, while blocks last. Who would share what is being computed waits for it."""
         drawing: list[tuple[Sequence, Any]] = []
+        behind = [one for one in self.running if self._is_behind(one)]
+        waited_for: set[tuple[str, int]] = set()
         for sequence in list(self.waiting):
             if len(self.running) >= self.max_running:
                 break
-            if not self.admissible(sequence):
+            # Siblings have their prompt in common, so what one waits for need not be looked for again by the others.
+            prompt = (sequence.request.group_id, len(sequence.ids)) if not sequence.count else None
+            if prompt in waited_for or not self.admissible(sequence):
                 continue
             known = sequence.ids[: sequence.prompt_length] if self.fixed else sequence.ids
             held_back = sequence.saved or sequence.request.kv_handle
@@ -190,7 +194,9 @@ class NativeCore(Core):
             saved = self._saved(sequence)
             sequence.under = sequence.under if saved else None
             match = NO_MATCH if saved else self.table.match(known, leave_one=len(known) == len(sequence.ids))
-            if not saved and self._worth_waiting(known, match.length(self.block_size)):
+            if not saved and self._worth_waiting(known, match.length(self.block_size), behind):
+                if prompt is not None:
+                    waited_for.add(prompt)
                 continue
             if not self._give_blocks(sequence, match):
                 break
@@ -198,6 +204,8 @@ class NativeCore(Core):
                 self._restore(sequence, saved)
             self.waiting.remove(sequence)
             self.running.append(sequence)
+            if self._is_behind(sequence):
+                behind.append(sequence)
             if sequence.started:
                 # The last token's were never there.
                 self.recomputed_tokens += max(len(sequence.ids) - 1 - sequence.kv_length, 0)
@@ -215,13 +223,11 @@ class NativeCore(Core):
                 self._note_prompt_routes([one for one, _ in drawing], routes[0].dtype)
             self.draw([one for one, _ in drawing], logits, routes if self.has_experts else None)
 
-    def _worth_waiting(self, ids: list[int], known: int) -> bool:
-        """Whether someone is computing a further block, or all the rest, of these very tokens."""
+    def _worth_waiting(self, ids: list[int], known: int, behind: list[Sequence]) -> bool:
+        """Whether someone of those `behind` is computing a further block, or all the rest, of these very tokens."""
         wanted = min(known - known % self.block_size + self.block_size, len(ids))
         return known < len(ids) and any(
-            other.kv_length < wanted and other.kv_pure and other.ids[:wanted] == ids[:wanted]
-            for other in self.running
-            if self._is_behind(other)
+            other.kv_length < wanted and other.kv_pure and other.ids[:wanted] == ids[:wanted] for other in behind
         )
 
     def _give_blocks(self, sequence: Sequence, match: Match) -> bool:
@@ -242,15 +248,16 @@ class NativeCore(Core):
 
     def _make_room(self, decoding: list[Sequence]) -> list[Sequence]:
         """A block for each sequence whose next token needs one, oldest first; the newest are preempted for it."""
+        before = self.preemptions
         for sequence in decoding:
-            while sequence in self.running and sequence.kv_length >= len(sequence.blocks) * self.block_size:
+            while sequence.kv_length >= len(sequence.blocks) * self.block_size and sequence in self.running:
                 got = self.table.allocate(1)
                 if got is not None:
                     sequence.blocks += got
                 else:
                     self.preemptions += 1
                     self._preempt(max(self.running, key=lambda one: one.arrival))
-        return [one for one in decoding if one in self.running]
+        return decoding if self.preemptions == before else [one for one in decoding if one in self.running]
 
     def _preempt(self, sequence: Sequence) -> None:
         handle = self.save(sequence) if self.save_preempted else None
