@@ -8,8 +8,8 @@ import torch
 
 from headrace.errors import ConfigError
 from headrace.training.config import TrainingConfig
-from headrace.training.corrections import correct, effective_sample_share, interpolate_proximal
-from headrace.training.losses import LossInputs, LossOutputs, loss_function
+from headrace.training.corrections import correct, interpolate_proximal
+from headrace.training.losses import LossInputs, LossOutputs, effective_sample_share, loss_function
 from headrace.types import BatchCounts, Stat
 
 

@@ -1,4 +1,4 @@
-"""Turns log-ratios between two policies into importance weights, keep masks and the effective sample size."""
+"""Turns log-ratios between two policies into importance weights and keep masks."""
 
 from __future__ import annotations
 
@@ -53,18 +53,8 @@ def correct(log_ratios: Tensor, samples: Tensor, n_samples: int, config: Correct
     truncate: min(ratio, high) (Espeholt et al. 2018; Yao et al. 2025); mask: the ratio inside [low, high], else left out.
     """
     everything = torch.ones_like(log_ratios, dtype=torch.bool)
-    if config.kind == "none":
-        return Correction(torch.ones_like(log_ratios), everything)
     ratios = importance_ratios(log_ratios, samples, n_samples, config.level)
     if config.kind == "truncate":
         return Correction(ratios.clamp(max=config.high), everything)
     keep = (ratios >= config.low) & (ratios <= config.high)
     return Correction(torch.where(keep, ratios, 0.0), keep)
-
-
-def effective_sample_share(weights: Tensor) -> float:
-    """(sum w)^2 / (n sum w^2): 1 when all weights are equal, 1/n when one has it all; 1 for no weight at all."""
-    squares = weights.square().sum()
-    if weights.numel() == 0 or squares == 0:
-        return 1.0
-    return float(weights.sum().square() / (weights.numel() * squares))

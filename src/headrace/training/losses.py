@@ -13,7 +13,6 @@ from headrace.training.corrections import (
     MAX_LOG_RATIO,
     Correction,
     correct,
-    effective_sample_share,
     importance_ratios,
     interpolate_proximal,
 )
@@ -89,17 +88,19 @@ def kl_terms(logprobs: Tensor, reference: Tensor, estimator: str) -> Tensor:
     return k2 if estimator == "k2" else k2 + (difference - k2).detach()
 
 
-def _correction(inputs: LossInputs) -> Correction:
-    """The weight between behaviour and proximal policy.
+def _correction(inputs: LossInputs) -> Correction | None:
+    """The weight between behaviour and proximal policy, when the config asks for one.
 
     Where the ratio already is current / behaviour (clipped, old_logprobs = engine) it holds that weight, so masking only
     masks and truncating only takes away what is above `high`.
     """
     config, n_samples = inputs.config.correction, len(inputs.sample_weights)
+    if config.kind == "none":
+        return None
     log_ratios = _proximal(inputs) - inputs.behavior_logprobs
     found = correct(log_ratios, inputs.samples, n_samples, config)
     weighted_already = inputs.config.loss.kind == "clipped" and inputs.config.loss.old_logprobs == "engine"
-    if config.kind == "none" or not weighted_already:
+    if not weighted_already:
         return found
     if config.kind == "mask":
         return Correction(found.keep.to(found.weights.dtype), found.keep)
@@ -154,20 +155,21 @@ def finish(inputs: LossInputs, per_token: Tensor, ratios: Tensor, too_low: Tenso
     """Weigh, add KL, sum, and count."""
     scale = normaliser(inputs)
     counted = scale > 0
-    correction = _correction(inputs)
-    per_token = per_token * correction.weights.detach()
+    # What the loss weighs each target with, ratio and correction together: its effective sample size is told.
+    weights = ratios if inputs.config.loss.kind == "clipped" else torch.ones_like(ratios)
     metrics = {
         "loss/clip_share": stat((too_low | too_high).float(), counted),
         "loss/clip_low_share": stat(too_low.float(), counted),
         "loss/clip_high_share": stat(too_high.float(), counted),
         "loss/ratio_mean": stat(ratios, counted),
         "loss/ratio_max": peak(ratios, counted),
-        "correction/ess": _ess(inputs, ratios, correction, counted),
     }
-    if inputs.config.correction.kind != "none":
+    if (correction := _correction(inputs)) is not None:
+        per_token, weights = per_token * correction.weights.detach(), weights * correction.weights
         metrics["correction/weight_mean"] = stat(correction.weights, counted)
         metrics["correction/weight_ess"] = _share(correction.weights[counted])
         metrics["correction/masked_share"] = stat((~correction.keep).float(), counted)
+    metrics["correction/ess"] = _share(weights[counted])
     if inputs.config.loss.kl_coef > 0 and inputs.reference_logprobs is not None:
         kl = kl_terms(inputs.logprobs, inputs.reference_logprobs, inputs.config.loss.kl_estimator)
         metrics["loss/kl"] = stat(kl.detach(), counted)
@@ -197,16 +199,18 @@ def peak(values: Tensor, mask: Tensor) -> Stat:
     return Stat(float(kept.max()), 1.0, float(kept.max())) if kept.numel() else Stat(0.0, 0.0)
 
 
-def _ess(inputs: LossInputs, ratios: Tensor, correction: Correction, counted: Tensor) -> Stat:
-    """Effective share of the targets under the whole weight that the loss gives them."""
-    whole = correction.weights * (ratios if inputs.config.loss.kind == "clipped" else 1.0)
-    return _share(whole[counted])
-
-
 def _share(weights: Tensor) -> Stat:
     """Effective share of [n] weights, so that micro-batches average by their size."""
     n = float(weights.numel())
     return Stat(effective_sample_share(weights) * n, n)
+
+
+def effective_sample_share(weights: Tensor) -> float:
+    """(sum w)^2 / (n sum w^2): 1 when all weights are equal, 1/n when one has it all; 1 for no weight at all."""
+    squares = weights.square().sum()
+    if weights.numel() == 0 or squares == 0:
+        return 1.0
+    return float(weights.sum().square() / (weights.numel() * squares))
 
 
 def mismatch_metrics(inputs: LossInputs) -> Metrics:

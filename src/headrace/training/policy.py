@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from headrace.errors import ModelError
 from headrace.policies.routers import Routers
@@ -36,6 +38,7 @@ class Policy:
             # The method has its new name since transformers 5.2x.
             enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
             enable({"use_reentrant": False})
+        add_in_place(model)
         # Checkpointing acts in training mode only; nothing else depends on the mode once dropout is off.
         model.train(gradient_checkpointing)
         self._routers = Routers.of(model)
@@ -69,6 +72,62 @@ class Policy:
         """[M] log-probabilities of the targets under the sampled distribution, and entropies [M]."""
         rows = logit_rows(batch, self.device)
         return target_logprobs(self.hidden(batch), self.head(), rows, chunk=self.logits_chunk, entropy=entropy)
+
+
+class _Linear(torch.autograd.Function):
+    """`nn.Linear` whose product in the backward pass adds to the weight's gradient where that stands."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        rows, inputs = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+        grad_weight = weight.grad.addmm_(rows.t(), inputs) if weight.grad is not None else rows.t() @ inputs
+        return (
+            grad @ weight if ctx.needs_input_grad[0] else None,
+            grad_weight if weight.grad is None else None,
+            rows.sum(dim=0) if ctx.needs_input_grad[2] else None,
+        )
+
+
+class _Embedding(torch.autograd.Function):
+    """`nn.Embedding` that adds to the gradient of the rows it looked up, and makes no gradient of all rows."""
+
+    @staticmethod
+    def forward(ctx, ids, weight, padding):
+        ctx.save_for_backward(ids)
+        ctx.weight, ctx.padding = weight, padding
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (ids,), weight = ctx.saved_tensors, ctx.weight
+        ids, rows = ids.reshape(-1), grad.reshape(-1, grad.shape[-1])
+        if ctx.padding is not None:
+            rows = rows.masked_fill((ids == ctx.padding)[:, None], 0.0)
+        into = weight.grad if weight.grad is not None else torch.zeros_like(weight)
+        into.index_add_(0, ids, rows)
+        return None, into if weight.grad is None else None, None
+
+
+def add_in_place(model: nn.Module) -> None:
+    """Weights' gradients that are there already (`optimizer.FlatParameters`) are added to by the product that computes
+    them: one of its own for each weight, written, read and added, costs as much as an optimiser step. Equal but for the
+    order of sums; layers of other kinds, and weights that are not trained, stay as they are."""
+    for layer in model.modules():
+        if type(layer) is nn.Linear and layer.weight.requires_grad:
+            layer.forward = lambda x, own=layer: _Linear.apply(x, own.weight, own.bias)
+        elif type(layer) is nn.Embedding and layer.weight.requires_grad:
+            plain = layer.max_norm is None and not layer.scale_grad_by_freq and not layer.sparse
+            if plain:
+                layer.forward = lambda ids, own=layer: _Embedding.apply(ids, own.weight, own.padding_idx)
 
 
 def _logit_scale(config: Any) -> float:
