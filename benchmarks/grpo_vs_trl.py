@@ -3,7 +3,9 @@
     python benchmarks/grpo_vs_trl.py [--work sums tiny] [--steps 8] [--rounds 3] [--placements sync separate]
 
 TRL gets a virtual environment of its own (made on first use in `.venv-trl`) and all cores, as has headrace in `sync`; in
-`separate` engine and trainer have a core each. The first step of every run is left out. A round has its own seed.
+`separate` engine and trainer have a core each. Both call the reward function in their own process. The first step of every
+run is left out. A round has its own seed and prompts, the same in the same order for both, so that rewards are compared step
+by step: the difference is given over the second half of the steps, with its standard error.
 """
 
 from __future__ import annotations
@@ -35,6 +37,11 @@ class Work:
     lr: float
     matched: str
     overrides: tuple[str, ...]
+
+    @property
+    def samples(self) -> int:
+        """In a batch."""
+        return self.groups * SAMPLES
 
 
 WORKS = {
@@ -142,7 +149,7 @@ def run_headrace(work: Work, placement: str, tasks: Path, steps: int, seed: int,
             *("rollout.sampling.stop=[]", f"rollout.sampling.max_tokens={work.max_tokens}"),
             f"training.optimizer={{lr={work.lr}, schedule='linear', betas=[0.9, 0.999]}}",
             *(f"training.threads={own}", f"rollout.engine.threads={own}", "evaluation.source="),
-            *("training.micro_tokens=8192", *work.overrides),
+            *("training.micro_tokens=8192", "reward.workers=0", *work.overrides),
         ]
         # Alternating parts share the cores best in one process: there is one pool of threads.
         command += ["runtime=local"] if placement == "sync" else []
@@ -159,12 +166,26 @@ def run_headrace(work: Work, placement: str, tasks: Path, steps: int, seed: int,
     rate = _rate([ends[version] for version in sorted(ends)], work)
     rows = [row for row in rows if "reward/mean" in row]
     flops = statistics.mean(_flops(work, row) for row in rows[1:])
-    seconds = work.groups * SAMPLES / rate
+    seconds = work.samples / rate
     return Ran(rate, [row["reward/mean"] for row in rows], flops / seconds / peak)
 
 
 def _rate(ends: list[float], work: Work) -> float:
-    return work.groups * SAMPLES * (len(ends) - 1) / (ends[-1] - ends[0])
+    return work.samples * (len(ends) - 1) / (ends[-1] - ends[0])
+
+
+def compare_rewards(ours: list[Ran], peers: list[Ran]) -> str:
+    """Mean rewards of the second half of the steps, and how far they are apart: mean and standard error of the differences
+    between steps on the same prompts."""
+    halves = [
+        (run.rewards[len(run.rewards) // 2 :], peer.rewards[len(run.rewards) // 2 :])
+        for run, peer in zip(ours, peers, strict=True)
+    ]
+    pairs = [pair for half in halves for pair in zip(*half, strict=False)]
+    apart = [own - other for own, other in pairs]
+    error = statistics.stdev(apart) / len(apart) ** 0.5 if len(apart) > 1 else float("nan")
+    own, other = (statistics.mean(values) for values in zip(*pairs, strict=True))
+    return f"{own:.3f}, TRL's {other:.3f}: apart by {statistics.mean(apart):+.3f} (standard error {error:.3f})"
 
 
 def _flops(work: Work, row: dict[str, float]) -> float:
@@ -177,7 +198,7 @@ def _flops(work: Work, row: dict[str, float]) -> float:
     heads, kv = config["num_attention_heads"], config["num_key_value_heads"]
     layer = width * width * (2 + 2 * kv / heads) + 3 * width * inner
     head = width * config["vocab_size"]
-    generated = row["length/mean"] * work.groups * SAMPLES
+    generated = row["length/mean"] * work.samples
     forward = layers * layer * (row["length/prompt_mean"] * work.groups + generated) + head * generated
     trained = row.get("batch/inputs", 0.0)
     return 2 * forward + 6 * (layers * layer + head) * trained
@@ -251,13 +272,10 @@ def main() -> None:
             ratios = [
                 ours.samples_per_s / peer.samples_per_s for ours, peer in zip(ran[placement], ran["trl"], strict=True)
             ]
-            learned = {
-                key: statistics.mean(r for one in ran[key] for r in one.rewards[1:]) for key in ("trl", placement)
-            }
             print(
                 f"{name} {placement}: {statistics.median(ratios):.2f} times TRL "
                 f"({min(ratios):.2f} to {max(ratios):.2f} over {options.rounds} rounds); "
-                f"mean reward {learned[placement]:.2f}, TRL's {learned['trl']:.2f}"
+                f"mean reward {compare_rewards(ran[placement], ran['trl'])}"
             )
 
 
