@@ -19,7 +19,7 @@ INIT, CALL, STREAM, STOP_STREAM, CLOSE = 1, 2, 3, 4, 5
 READY, RESULT, ITEM, ERROR, EVENTS, CLOSED = 11, 12, 13, 14, 15, 16
 
 _HEADER = struct.Struct("<BQQ")  # kind, call id, bytes that follow
-_JOIN_S = 5e-3
+_JOIN_BYTES, _JOIN_S = 1 << 16, 5e-3
 
 
 def pack(value: Any) -> bytes:
@@ -47,7 +47,8 @@ class FrameWriter:
             loop.call_soon(self.flush)
         self._waiting.append(_HEADER.pack(kind, call_id, len(payload)))
         self._waiting.append(payload)
-        if loop.time() - self._written_at > _JOIN_S:
+        # Much at a time goes at once, so that who waits for the pipe to have room learns that it has none.
+        if len(payload) >= _JOIN_BYTES or loop.time() - self._written_at > _JOIN_S:
             self.flush()
             self._written_at = loop.time()
 
