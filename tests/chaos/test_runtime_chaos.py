@@ -110,7 +110,9 @@ async def test_a_stopped_worker_blocks_its_callers_only_and_until_their_deadline
     results = await asyncio.gather(*calls, return_exceptions=True)
     assert all(isinstance(result, TimeoutError) for result in results)
     assert beats > 10 and longest < 0.4, (beats, longest)
-    assert stopped._writer.stream.transport.get_write_buffer_size() < 4 * len(large), "who waits for room has sent nothing"
+    assert stopped._writer.stream.transport.get_write_buffer_size() < 4 * len(large), (
+        "who waits for room has sent nothing"
+    )
     os.kill(stopped.pid, signal.SIGCONT)
     assert await asyncio.wait_for(stopped.echo("again"), 10) == "again"
     assert 1 <= stopped.ignored_replies <= 5
