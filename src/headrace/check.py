@@ -13,13 +13,12 @@ from typing import Any
 
 import msgspec
 
-from headrace.config import RunConfig, resolve, validate
+from headrace.config import RunConfig, cores, resolve, validate
 from headrace.errors import DataError, UserError
 from headrace.estimates import (
     ModelShape,
     batch_arithmetic,
     context_length,
-    cores,
     count,
     kv_tokens,
     memory_parts,

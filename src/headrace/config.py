@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -253,6 +254,11 @@ def resolve_policy(config: RunConfig) -> PolicyConfig:
     needed = {"dqn": "q", "sac": "soft_actor"}.get(config.algorithm.kind, "actor_critic")
     kind = needed if config.policy.kind == "auto" else config.policy.kind
     return msgspec.structs.replace(config.policy, kind=kind, squash=config.policy.squash or kind == "soft_actor")
+
+
+def cores() -> int:
+    """Of this machine, that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def stays_on_device(config: RunConfig) -> bool:

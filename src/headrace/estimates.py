@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,11 +32,6 @@ class ModelShape:
     head_size: int
     vocabulary: int
     context: int
-
-
-def cores() -> int:
-    """Of this machine, that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def model_shape(folder: Path) -> ModelShape:

@@ -14,9 +14,8 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from headrace.assemble import Assembled, assemble
-from headrace.config import RunConfig, resolve
+from headrace.config import RunConfig, cores, resolve
 from headrace.errors import RunError, TrainingFailed
-from headrace.estimates import cores
 from headrace.observability.display import open_display
 from headrace.orchestrator.checkpoint import Checkpoints
 from headrace.orchestrator.controller import reasons, remedy

@@ -92,11 +92,7 @@ class EngineDriver:
             except Exception as error:
                 settle(None, error)
 
-        if self.inline:
-            submit()
-            self._start_pump()
-        else:
-            self._commands.put(submit)
+        self._post(submit)
         return done
 
     async def abort(self, request_id: str, keep_kv: bool = False) -> Generation | None:
@@ -210,6 +206,7 @@ class EngineDriver:
         if self.inline:
             work()
             self._wake_drained()
+            self._start_pump()
         else:
             self._commands.put(work)
 
