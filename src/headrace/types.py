@@ -31,20 +31,17 @@ T = TypeVar("T")
 
 
 def travels(cls: type[T]) -> type[T]:
-    """Pickle a slotted frozen dataclass as a plain tuple, fields that are an `Array` as type, shape and bytes. The standard
-    ways of dataclasses and of small arrays cost more than everything else about a message between two processes."""
+    """Pickle a slotted frozen dataclass of two fields or more as a plain tuple, and each `Array` in it as type, shape and
+    bytes. The standard ways of dataclasses and small arrays cost more than all else about a message between processes."""
     names = cls.__slots__  # type: ignore[attr-defined]
     values = attrgetter(*names)
     arrays = tuple(i for i, name in enumerate(names) if str(cls.__annotations__.get(name)).startswith("Array"))
 
     def __reduce__(self: Any) -> tuple[Any, ...]:
-        state = values(self) if len(names) > 1 else (values(self),)
-        if arrays:
-            state = list(state)
-            for i in arrays:
-                array = state[i]
-                if array is not None and not array.dtype.hasobject:
-                    state[i] = (array.dtype.str, array.shape, array.tobytes())
+        state = [*values(self)]
+        for i in arrays:
+            if isinstance(array := state[i], np.ndarray):
+                state[i] = (array.dtype.str, array.shape, array.tobytes())
         return _arrive, (cls, *state)
 
     cls.__reduce__ = __reduce__  # type: ignore[method-assign,assignment]
@@ -58,11 +55,10 @@ _ARRIVALS: dict[type, tuple[tuple[Any, ...], tuple[int, ...]]] = {}
 
 def _arrive(cls: type, *state: Any) -> Any:
     """What `travels` packed."""
-    made = object.__new__(cls)
+    made, values = object.__new__(cls), list(state)
     setters, arrays = _ARRIVALS[cls]
-    values = list(state)
     for i in arrays:
-        if isinstance(values[i], tuple):
+        if isinstance(values[i], tuple) and isinstance(values[i][-1], bytes):
             dtype, shape, data = values[i]
             values[i] = np.ndarray(shape, dtype, data).copy()
     for assign, value in zip(setters, values, strict=True):
