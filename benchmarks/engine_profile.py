@@ -94,7 +94,7 @@ class Clock:
 
 def watch() -> Clock:
     """Every part of a pass under a clock. For the rest of the process."""
-    from headrace.rollout.engines.native import attention, batches, core, linear, llama
+    from headrace.rollout.engines.native import attention, batches, core, lanes, linear, llama
 
     clock = Clock()
     clock.wrap(core.NativeCore, "advance", "scheduling")
@@ -104,7 +104,11 @@ def watch() -> Clock:
     clock.wrap(llama.LlamaWeights, "forward", "norms, rope, residuals")
     for product in linear.FORMS.values():
         clock.wrap(product, "__call__", "matrix products")
-    clock.wrap(llama, "attend", "attention: gathers and bias")
+    clock.wrap(llama, "attend", "attention: the rest")
+    clock.wrap(lanes.Lanes, "plan", "attention: filling and planning lanes")
+    clock.wrap(lanes.Shelf, "write", "attention: writing keys and values")
+    clock.wrap(lanes.LanePlan, "attend", "attention: joining the parts")
+    clock.wrap(lanes.Part, "read", "attention: product")
     clock.wrap(attention.KeyValues, "write", "attention: writing keys and values")
     clock.wrap(attention, "_product", "attention: product")
     return clock

@@ -115,8 +115,16 @@ class EngineDriver:
         if self.inline:
             weights = self.core.prepare_weights(ticket)
         else:
-            weights = await asyncio.to_thread(self.core.prepare_weights, ticket)
+            weights = await asyncio.to_thread(self._prepare_beside, ticket)
         await self._call(lambda: self.core.stage(ticket.version, weights))
+
+    def _prepare_beside(self, ticket: WeightTicket) -> Any:
+        """While passes go on: on one core, or theirs would wait for each other at the end of every product."""
+        _use_threads(min(self.threads, 1))
+        try:
+            return self.core.prepare_weights(ticket)
+        finally:
+            _use_threads(self.threads)
 
     def _weights_lock(self) -> asyncio.Lock:
         """One prepare or commit at a time. Made at the first use, inside the loop that it belongs to."""
@@ -235,10 +243,7 @@ class EngineDriver:
 
     def _work(self) -> None:
         """The thread: commands first, then a pass, for ever."""
-        if self.threads:
-            import torch
-
-            torch.set_num_threads(self.threads)
+        _use_threads(self.threads)
         while True:
             try:
                 idle = not (self._failure is None and self.core.ready)
@@ -280,6 +285,14 @@ class EngineDriver:
             waiters, self._drain_waiters = self._drain_waiters, []
             for wake in waiters:
                 wake()
+
+
+def _use_threads(count: int) -> None:
+    """Threads of the products that the calling thread runs; 0 leaves them as they are."""
+    if count:
+        import torch
+
+        torch.set_num_threads(count)
 
 
 def _resolve(future: asyncio.Future[None]) -> None:

@@ -7,11 +7,14 @@ row for each sequence that decodes stands after them.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from headrace.rollout.engines.native.lanes import LanePlan
 
 
 @dataclass(slots=True)
@@ -33,6 +36,7 @@ class Pass:
     decode_start: first decoding row
     tables: [D, L] where the tokens of each decoding sequence are kept, padded
     lengths: [D] how many of them count
+    lanes: how decoding rows attend instead, where they have lanes
     logit_rows: [R] rows whose logits are wanted
     one_by_one: attend each sequence in shapes that depend on itself alone
     """
@@ -45,6 +49,7 @@ class Pass:
     tables: torch.Tensor | None
     lengths: torch.Tensor | None
     logit_rows: torch.Tensor
+    lanes: LanePlan | None = None
     one_by_one: bool = False
     routes: np.ndarray | None = None
     """[R, layers, top_k] experts of the rows whose logits are wanted, once a model that has them was run."""
@@ -112,49 +117,76 @@ def attend(
     store.write(layer, batch.slots, keys, values)
     # Padding rows are attended by nobody and attend to nothing.
     out = query.new_zeros(query.shape) if batch.one_by_one else query.new_empty(query.shape)
-    all_keys, all_values = store.keys[layer], store.values[layer]
+    kept = store.keys[layer], store.values[layer]
     for stretch in batch.stretches:
         part = slice(stretch.start, stretch.stop)
-        length, rows = stretch.slots.numel(), stretch.stop - stretch.start
-        bias = None
-        if rows < length or window or softcap:
-            bias = _causal_bias(rows, length, window, query.dtype)
-        out[part] = _product(
-            query[part].transpose(0, 1)[None],
-            all_keys[stretch.slots].transpose(0, 1)[None],
-            all_values[stretch.slots].transpose(0, 1)[None],
-            bias,
+        out[part] = _stretch(query[part], *kept, stretch.slots, scaling, window, softcap)
+    part = slice(batch.decode_start, None)
+    if batch.lanes is not None:
+        out[part] = batch.lanes.attend(layer, query[part], keys[part], values[part], scaling)
+    elif batch.tables is not None and batch.one_by_one:
+        _one_by_one(out[part], query[part], *kept, batch, scaling, window, softcap)
+    elif batch.tables is not None:
+        out[part] = _scattered(query[part], *kept, batch, scaling, window, softcap)
+    return out
+
+
+def _stretch(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """[n, heads, D] of the last n of the tokens that lie at `slots`."""
+    length, rows = slots.numel(), query.shape[0]
+    bias = _causal_bias(rows, length, window, query.dtype) if rows < length or window or softcap else None
+    query, keys, values = (part.transpose(0, 1)[None] for part in (query, keys[slots], values[slots]))
+    return _product(query, keys, values, bias, scaling, softcap)[0].transpose(0, 1)
+
+
+def _scattered(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    batch: Pass,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """[D, heads, size] of the decoding rows, over copies of what their blocks hold, padded to the longest."""
+    bias = batch.decode_bias(window, query.dtype)
+    shape = (*batch.tables.shape, *keys.shape[1:])
+    flat = batch.tables.reshape(-1)
+    keys, values = (kept.index_select(0, flat).view(shape).transpose(1, 2) for kept in (keys, values))
+    return _product(query[:, :, None], keys, values, bias, scaling, softcap)[:, :, 0]
+
+
+def _one_by_one(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    batch: Pass,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+) -> None:
+    """Into `out`, each decoding row in shapes that depend on its own sequence alone."""
+    for row in range(batch.tables.shape[0]):
+        length = int(batch.lengths[row])
+        first = max(0, length - window) if window else 0
+        slots = batch.tables[row, first:length]
+        out[row] = _product(
+            query[row][None, :, None],
+            keys[slots].transpose(0, 1)[None],
+            values[slots].transpose(0, 1)[None],
+            query.new_zeros(1, 1, 1, length - first),
             scaling,
             softcap,
-        )[0].transpose(0, 1)
-    if batch.tables is None:
-        return out
-    if batch.one_by_one:
-        for row in range(batch.tables.shape[0]):
-            length = int(batch.lengths[row])
-            first = max(0, length - window) if window else 0
-            slots, at = batch.tables[row, first:length], batch.decode_start + row
-            out[at] = _product(
-                query[at][None, :, None],
-                all_keys[slots].transpose(0, 1)[None],
-                all_values[slots].transpose(0, 1)[None],
-                query.new_zeros(1, 1, 1, length - first),
-                scaling,
-                softcap,
-            )[0, :, 0]
-        return out
-    count, longest = batch.tables.shape
-    flat = batch.tables.reshape(-1)
-    shape = (count, longest, *all_keys.shape[1:])
-    out[batch.decode_start :] = _product(
-        query[batch.decode_start :, :, None],
-        all_keys.index_select(0, flat).view(shape).transpose(1, 2),
-        all_values.index_select(0, flat).view(shape).transpose(1, 2),
-        batch.decode_bias(window, query.dtype),
-        scaling,
-        softcap,
-    )[:, :, 0]
-    return out
+        )[0, :, 0]
 
 
 def _causal_bias(rows: int, length: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:

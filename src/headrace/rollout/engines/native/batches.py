@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from headrace.rollout.engines.native.attention import Pass, Stretch
 from headrace.rollout.engines.sequences import Sequence
+
+if TYPE_CHECKING:
+    from headrace.rollout.engines.native.lanes import LanePlan
 
 FIXED_PREFILL = 64
 """Rows of a prefill pass when shapes are fixed."""
@@ -20,8 +25,9 @@ class Batcher:
     def __init__(self, block_size: int, spare: int) -> None:
         self.block_size, self.spare = block_size, spare
 
-    def ragged(self, pieces: list[Piece], decoding: list[Sequence]) -> Pass:
+    def ragged(self, pieces: list[Piece], decoding: list[Sequence], lanes: LanePlan | None = None) -> Pass:
         """As many rows as there are tokens: the pieces' first, then one for each sequence that decodes."""
+        scattered = decoding if lanes is None else []
         ids, positions, slots, stretches, logit_rows = [], [], [], [], []
         for sequence, count in pieces:
             first, stop = sequence.kv_length, sequence.kv_length + count
@@ -44,9 +50,10 @@ class Batcher:
             slots=torch.tensor(slots),
             stretches=stretches,
             decode_start=decode_start,
-            tables=self._tables(decoding),
-            lengths=torch.tensor([one.kv_length + 1 for one in decoding]) if decoding else None,
+            tables=self._tables(scattered),
+            lengths=torch.tensor([one.kv_length + 1 for one in scattered]) if scattered else None,
             logit_rows=torch.tensor(logit_rows, dtype=torch.long),
+            lanes=lanes,
         )
 
     def fixed_piece(self, sequence: Sequence, count: int) -> Pass:

@@ -19,6 +19,8 @@ from headrace.rollout.engines.native.attention import KeyValues, Pass
 from headrace.rollout.engines.native.batches import FIXED_PREFILL, Batcher, Piece
 from headrace.rollout.engines.native.blocks import NO_MATCH, BlockTable, Match
 from headrace.rollout.engines.native.generic import ROUTES
+from headrace.rollout.engines.native.lanes import Lanes
+from headrace.rollout.engines.native.llama import LlamaWeights
 from headrace.rollout.engines.native.saves import Saved, Saves
 from headrace.rollout.engines.sampling import Draw, Drawn
 from headrace.rollout.engines.sequences import Sequence
@@ -65,6 +67,9 @@ class NativeCore(Core):
         self.store = KeyValues(blocks * self.block_size + 1)
         self.batcher = Batcher(self.block_size, spare=blocks * self.block_size)
         self.fixed = engine.deterministic
+        # Layers of other models may look through windows, which lanes have not.
+        laned = isinstance(weights, LlamaWeights) and not self.fixed
+        self.lanes = Lanes(self.store, self.batcher, limit=2 * self.store.slots) if laned else None
         self.prefill_tokens = engine.prefill_tokens
         self.save_preempted = engine.preemption == "save"
         room = engine.kv_saved_mb * 1_000_000
@@ -134,7 +139,8 @@ class NativeCore(Core):
         for sequence, _ in pieces:
             sequence.started = True
         if not self.fixed:
-            batch = self.batcher.ragged(pieces, decoding)
+            lanes = self.lanes.plan(decoding) if self.lanes is not None else None
+            batch = self.batcher.ragged(pieces, decoding, lanes)
         elif pieces:
             batch = self.batcher.fixed_piece(*pieces[0])
         else:
@@ -191,7 +197,7 @@ class NativeCore(Core):
             held_back = sequence.saved or sequence.request.kv_handle
             if held_back and self.table.room < -(-len(sequence.ids) // self.block_size):
                 break
-            saved = self._saved(sequence)
+            saved = self._saved(sequence) if held_back else None
             sequence.under = sequence.under if saved else None
             match = NO_MATCH if saved else self.table.match(known, leave_one=len(known) == len(sequence.ids))
             if not saved and self._worth_waiting(known, match.length(self.block_size), behind):
@@ -280,6 +286,8 @@ class NativeCore(Core):
             # With fixed shapes a token of a prompt is not computed as a sampled one was.
             last = min(sequence.kv_length, sequence.prompt_length) if self.fixed else sequence.kv_length
             self.table.remember(sequence.ids[:last], sequence.blocks)
+        if self.lanes is not None:
+            self.lanes.leave(sequence)
         self.table.release(sequence.blocks)
         if sequence.saved is not None:
             self.saves.drop(sequence.saved)
@@ -340,6 +348,8 @@ class NativeCore(Core):
     def drop_cache(self) -> None:
         self.table.clear()
         self.store.drop()
+        if self.lanes is not None:
+            self.lanes.drop()
 
     def kv_tokens(self) -> tuple[int, int]:
         held = {block for one in list(self.running) for block in one.blocks}
