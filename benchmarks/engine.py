@@ -369,6 +369,8 @@ def compare(name: str, children: dict[str, Child], judge: Judge, rounds: int) ->
             times[kind].append(seconds)
             scored[kind] += judge.logprobs(work, answers, said)
         shares.append(judge.floor_s(work) / times["native"][-1])
+        rates = "  ".join(f"{kind} {work.tokens / times[kind][-1]:.1f}" for kind in children)
+        print(f"{name:9} round {seed + 1}: {work.tokens} tokens, tokens/s {rates}", flush=True)
     means = {kind: statistics.mean(values) for kind, values in scored.items()}
     if max(means.values()) - min(means.values()) > MOST_APART and name != "one":
         raise SystemExit(f"{name}: answers of different distributions, mean log-probabilities {means}")
