@@ -121,6 +121,7 @@ async def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--weights", default="model", help="rollout.engine.weights")
+    parser.add_argument("--no-lanes", action="store_true", help="gather the blocks of those who decode in every pass")
     parser.add_argument("--profile", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
@@ -129,6 +130,8 @@ async def main() -> None:
     more = {} if given.weights == "model" else {"weights": given.weights}
     config = EngineConfig(max_running=64, threads=given.threads, **more)
     made = engine.build_native(context, config, make_model(given.size), "float32", None, "keep", inline=True)
+    if given.no_lanes:
+        made.core.lanes = None
     vocab = SHAPES[given.size]["vocab_size"]
     for count in given.requests:
         await generate_all(made, requests_of(count, vocab, 10_000))

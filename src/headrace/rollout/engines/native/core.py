@@ -135,7 +135,9 @@ class NativeCore(Core):
 
     def _run_pass(self, pieces: list[Piece], decoding: list[Sequence]) -> None:
         """One forward pass; every sequence whose last token was in it draws its next one."""
-        decoding = sorted(decoding, key=newest_first)
+        mixed = any(one.under is not None for one in decoding)
+        if mixed:
+            decoding = sorted(decoding, key=newest_first)
         for sequence, _ in pieces:
             sequence.started = True
         if not self.fixed:
@@ -145,7 +147,8 @@ class NativeCore(Core):
             batch = self.batcher.fixed_piece(*pieces[0])
         else:
             batch = self.batcher.fixed_decode(decoding, self.max_running)
-        batch.older = older_rows(decoding, batch.decode_start)
+        if mixed:
+            batch.older = older_rows(decoding, batch.decode_start)
         logits, routes = self.weights.forward(batch, self.store), batch.routes
         drawing = []
         for sequence, count in pieces:
