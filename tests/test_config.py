@@ -367,6 +367,10 @@ def test_the_product_of_the_axes_is_refused_exactly_where_the_design_says(interr
             ["rollout.engine.kv_tokens=8", "rollout.sampling.max_tokens=2"],
             "rollout.engine.kv_tokens: found 8, less than one block",
         ),
+        (
+            ["rollout.engine.deterministic=true", "rollout.engine.max_running=2000"],
+            "rollout.engine.max_running: found 2000 with deterministic",
+        ),
         (["rollout.engine.kv_tokens=64"], "rollout.engine.kv_tokens: found 64, too few"),
         (["rollout.sampling.stop_token_ids=[3, -1]"], "rollout.sampling.stop_token_ids.1: found -1"),
         (["training.optimizer.betas=[0.9, 1.0]"], "training.optimizer.betas.1: found 1.0"),

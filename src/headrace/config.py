@@ -454,6 +454,11 @@ def _check_ranges(config: RunConfig) -> None:
             "rollout.engine.kv_tokens",
             f"found {engine.kv_tokens}, less than one block of rollout.engine.block_size = {engine.block_size} tokens",
         )
+    if engine.deterministic and engine.max_running > 1024:
+        raise ConfigError(
+            "rollout.engine.max_running",
+            f"found {engine.max_running} with deterministic, which computes so many rows in every pass; use at most 1024",
+        )
     _check_streaming(training)
     if 0 < sampling.temperature < COLDEST:
         raise ConfigError(
