@@ -40,7 +40,7 @@ TAILS = [
     ("+ both", "skyrl", ["rollout.oversample=4", "rollout.order=length_bucket"]),
 ]
 """(row, preset, what is changed)"""
-TAIL_STEPS, TAIL_SEEDS = 100, 5
+TAIL_STEPS, TAIL_SEEDS = 60, 3
 
 
 def simulated() -> str:
@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=1e9, help="start no further run after so many")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs/comparison"))
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()  # presets may stand after options
     match arguments.section:
         case "simulated":
             text = simulated()

@@ -65,6 +65,15 @@ def test_repetitions_give_medians():
     assert merge(runs).tokens_per_s == 12.0 * 20 and merge(runs).drops == {"stale": 9}
 
 
+def test_repetitions_keep_their_range_and_share_their_rewards():
+    better = [{**row, "reward/mean": row["reward/mean"] + 0.3, "time/elapsed_s": 10 + i} for i, row in enumerate(ROWS)]
+    both = merge([figures_of("p", ROWS), figures_of("p", better)])
+    assert both.between == (12.0, 24.0) and both.samples_per_s == 18.0
+    assert cells([both], rewards=False)[1][1] == "18 (12-24)"
+    assert common_limits([both]) == (14.0, 120.0), "what the slowest repetition reached"
+    assert reward_at(both, 120.0, 1) == pytest.approx(0.35)
+
+
 def test_a_run_without_steps_is_a_row_of_dashes():
     runs = [figures_of("bad", [], "it broke"), figures_of("good", ROWS)]
     table = cells(runs, rewards=True)

@@ -15,7 +15,7 @@ from headrace.errors import ConservationError, NoEngines, Stalled, Starved
 from headrace.rollout.engines.scripted import ScriptedCosts
 from headrace.rollout.partial import VALID_PAIRS
 
-FLOW_EXAMPLES = int(os.environ.get("HEADRACE_FUZZ_EXAMPLES", "120"))
+FLOW_EXAMPLES = int(os.environ.get("HEADRACE_FUZZ_EXAMPLES", "240"))
 
 PAIRS = [(interruption, partial) for interruption, partials in VALID_PAIRS.items() for partial in partials]
 

@@ -68,6 +68,20 @@ def test_grain_changes_memory_and_not_the_result():
     assert lengths[0] == lengths[1]
 
 
+def test_tasks_of_like_length_together_cut_the_wait_for_the_longest():
+    """Tasks come again, so their lengths are known from the second epoch on; nothing is lost for it."""
+    on = cluster(workload={"tasks": 64, "task_sigma": 1.0, "sigma": 0.1, "median_tokens": 200.0})
+    plain, buckets = (
+        run("placement=sync", "training.steps=40", f"rollout.order={order}", on=on)
+        for order in ("source", "length_bucket")
+    )
+    waits = [sum(report.wait_batch_s for report in o.flow.watcher.reports[8:]) for o in (plain, buckets)]
+    assert waits[1] < 0.7 * waits[0]
+    assert plain.controller.ledger.trained == buckets.controller.ledger.trained == 320
+    tokens = [sum(engine.drawn_tokens for engine in o.engines) for o in (plain, buckets)]
+    assert tokens[1] == pytest.approx(tokens[0], rel=0.05)
+
+
 def test_it_stops_after_the_time_it_is_given():
     outcome = run(for_s=120.0, keep=False)
     assert 120 <= outcome.seconds < 240 and outcome.state == "stopped" and not outcome.flow.watcher.events
