@@ -99,7 +99,7 @@ def headrace(
         total += report.metrics["batch/steps"].mean
         if not learn:
             marks.add(total)
-            if marks.seen[-1][0] - marks.began > seconds:
+            if marks.seen[-1][0] - marks.seen[0][0] > seconds:
                 os.kill(os.getpid(), signal.SIGINT)  # as a user's Ctrl-C: finishes the step, closes all
         elif report.metrics.get("reward/mean") and report.metrics["reward/mean"].mean >= TARGET:
             marks.add(total)
@@ -254,7 +254,7 @@ def simulator(count: int) -> dict[str, float]:
 
     torch.set_num_threads(1)
     made = make_simulator("CartPole-v1", count)
-    made.reset(0)
+    made.reset()
     actions = torch.zeros(count, dtype=torch.int64)
     return {"stepping": least(lambda: made.step(actions), count)}
 

@@ -59,6 +59,8 @@ class Marks:
         first = next(
             (mark for mark in self.seen[:-1] if mark[0] - self.seen[0][0] >= warmup_s and mark[2]), self.seen[0]
         )
+        if self.seen[-1][1] <= first[1]:
+            raise SystemExit("too little was done to take a rate: give it more --seconds")
         wall, processor, steps = (last - start for last, start in zip(self.seen[-1], first, strict=True))
         return {"wall": steps / wall, "processor": steps / processor, "seconds": self.seen[-1][0] - self.began}
 
@@ -139,7 +141,7 @@ def by_hand(
                 return {"seconds": time.perf_counter() - marks.began, "steps": total}
         else:
             marks.add(total)
-            if marks.seen[-1][0] - marks.began > seconds:
+            if marks.seen[-1][0] - marks.seen[0][0] > seconds:
                 return marks.rates()
 
 
@@ -163,7 +165,7 @@ def sb3(seconds: float, count=64, steps=32, epochs=1, batch=2048, lr=2.5e-3, thr
                 returns = [episode["r"] for episode in self.model.ep_info_buffer]
                 self.found = len(returns) == WINDOW and sum(returns) / WINDOW >= TARGET
             else:
-                self.found = marks.seen[-1][0] - marks.began > seconds
+                self.found = marks.seen[-1][0] - marks.seen[0][0] > seconds
             if self.found:
                 raise StopIteration
 

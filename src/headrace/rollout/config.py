@@ -180,7 +180,8 @@ class EnvConfig(Config):
     splits: Positive = 2
     """With workers: sets of `count` environments in each; one is stepped while another waits for actions."""
     mode: Literal["auto", "sync", "async", "vector_entry_point"] = "auto"
-    """How Gymnasium makes them a vector; auto: the environment's own vector class where it has one, else sync."""
+    """How single environments become a vector. sync: one after the other in this process; async: a process each;
+    vector_entry_point: the environment's own vector class; auto: that class where there is one, else sync."""
     autoreset: Literal["auto", "next_step", "same_step", "disabled"] = "auto"
     """When an ended episode is reset; all give the same transitions. auto: same_step where it can be chosen, else the environment's own."""
     options: dict[str, str | int | float | bool] = {}
