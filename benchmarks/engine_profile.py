@@ -37,11 +37,12 @@ SHAPES = {
 NEW_TOKENS = 48
 
 
-def make_model(size: str) -> str:
+def make_model(size: str, layers: int) -> str:
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(**SHAPES[size], max_position_embeddings=2048, eos_token_id=1)
+    shape = {**SHAPES[size], **({"num_hidden_layers": layers} if layers else {})}
+    config = transformers.LlamaConfig(**shape, max_position_embeddings=2048, eos_token_id=1)
     folder = tempfile.mkdtemp(prefix="headrace-bench-")
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     return folder
@@ -121,6 +122,7 @@ async def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--weights", default="model", help="rollout.engine.weights")
+    parser.add_argument("--layers", type=int, default=0, help="0: as many as the model has")
     parser.add_argument("--no-lanes", action="store_true", help="gather the blocks of those who decode in every pass")
     parser.add_argument("--profile", action="store_true")
     given = parser.parse_args()
@@ -129,7 +131,9 @@ async def main() -> None:
     context = WorkerContext(name="engine-0", record=lambda event: None, resources=Resources(threads=given.threads))
     more = {} if given.weights == "model" else {"weights": given.weights}
     config = EngineConfig(max_running=64, threads=given.threads, **more)
-    made = engine.build_native(context, config, make_model(given.size), "float32", None, "keep", inline=True)
+    made = engine.build_native(
+        context, config, make_model(given.size, given.layers), "float32", None, "keep", inline=True
+    )
     if given.no_lanes:
         made.core.lanes = None
     vocab = SHAPES[given.size]["vocab_size"]
