@@ -156,6 +156,7 @@ def test_a_stopped_run_goes_on_where_it_was(run):
     assert returns[0] == pytest.approx(trainer["returns"][0] * 12 / 8, rel=0.05), "the running figures were saved"
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_its_curve(run):
     """Fewer episodes end in a batch the better the policy: the first batches after the stop are as good as the last before it."""
     words = ["env.target_return=none", "training.steps=20"]
@@ -234,6 +235,7 @@ def test_a_killed_actor_is_replaced_and_a_killed_learner_ends_the_run_with_one_l
     assert max(row["lag/step/max"] for row in ran.steps) <= 8
 
 
+@pytest.mark.slow
 def test_of_two_policy_workers_what_dies_or_stands_still_is_replaced_and_a_trainer_that_stands_still_ends_the_run(
     start,
 ):

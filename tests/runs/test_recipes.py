@@ -13,12 +13,13 @@ import pytest
 RECIPES = Path(__file__).parents[2] / "recipes"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "words", "target"),
     [
         ("02_ppo_in_one_file.py", ["--batches", "40"], 60),
         ("03_vtrace_actors.py", ["--batches", "300"], 60),
-        pytest.param("02_ppo_in_one_file.py", ["--batches", "200"], 475, marks=pytest.mark.slow),
+        ("02_ppo_in_one_file.py", ["--batches", "200"], 475),
     ],
 )
 def test_a_recipe_learns_to_its_target(recipe, words, target):
