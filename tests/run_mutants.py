@@ -144,8 +144,8 @@ MUTANTS = [
     Mutant(
         "a step may be terminated and truncated at once",
         "rollout/environments/gymnasium_vector.py",
-        "return self._finish(observations, rewards, terminated, truncated & ~terminated, info)",
-        "return self._finish(observations, rewards, terminated, truncated, info)",
+        "made = self._finish(observations, rewards, terminated, truncated & ~terminated, info)",
+        "made = self._finish(observations, rewards, terminated, truncated, info)",
         ("tests/rollout/test_gymnasium_vector.py",),
     ),
     Mutant(
