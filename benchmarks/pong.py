@@ -29,9 +29,9 @@ def measure_headrace(args: argparse.Namespace) -> dict[str, float]:
     """Through assembly, ledger, weight sync and recording, as `headrace run` does it."""
     import torch
 
-    from headrace.assemble import run
     from headrace.config import load_config, resolve
     from headrace.orchestrator.narrator import Narrator
+    from headrace.session import run
 
     torch.set_num_threads(args.threads)
     marks: list[tuple[float, float, float]] = []
