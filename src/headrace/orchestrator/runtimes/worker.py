@@ -7,6 +7,7 @@ It lives no longer than its controller: end of file on the socket ends it, and s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import gc
 import inspect
@@ -134,7 +135,7 @@ class _Worker:
             self.send(frames.RESULT, call_id, result)
         except (Exception, asyncio.CancelledError) as error:
             self.send(frames.ERROR, call_id, frames.pack_error(f"{self.name}.{method}", error))
-        await self.writer.stream.drain()
+        await self.drain()
 
     async def run_stream(self, call_id: int, payload: bytes) -> None:
         method, items = "stream", None
@@ -143,7 +144,7 @@ class _Worker:
             items = getattr(self.part, method)(*args, **kwargs)
             async for item in items:
                 self.send(frames.ITEM, call_id, item)
-                await self.writer.stream.drain()
+                await self.drain()
             self.send(frames.RESULT, call_id, None)
         except asyncio.CancelledError:  # the caller stopped listening
             self.send(frames.RESULT, call_id, None)
@@ -177,7 +178,12 @@ class _Worker:
             await asyncio.sleep(FLUSH_EVENTS_S)
             if self.events:
                 self.send(frames.EVENTS, 0, None)
-                await self.writer.stream.drain()
+                await self.drain()
+
+    async def drain(self) -> None:
+        """Wait for a slow reader. One that has hung up is `answer`'s business: calls that were still running have nobody to tell."""
+        with contextlib.suppress(ConnectionError):
+            await self.writer.stream.drain()
 
     async def finish_writing(self) -> None:
         self.writer.flush()
