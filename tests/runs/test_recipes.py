@@ -18,7 +18,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
     ("recipe", "words", "target"),
     [
         ("02_ppo_in_one_file.py", ["--batches", "40"], 60),
-        ("03_vtrace_actors.py", ["--batches", "300"], 60),
+        ("03_vtrace_actors.py", ["--batches", "400"], 120),
         ("02_ppo_in_one_file.py", ["--batches", "200"], 475),
     ],
 )

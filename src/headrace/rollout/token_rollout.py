@@ -363,7 +363,7 @@ class TokenRollout:
 
     def _request(self, lease: Lease, episode: Episode, environment: TextEnvironment) -> RewardRequest:
         sample = episode.samples[-1]
-        sampled = sample.token_ids[sample.loss_mask.view(bool)]
+        sampled = sample.token_ids[sample.loss_mask.astype(bool)]
         return RewardRequest(
             task=lease.task,
             prompt=lease.task.payload.get("prompt") or environment.prompt_text(lease.task),
