@@ -59,8 +59,8 @@ def test_an_answer_that_is_cut_is_a_warning(model, capsys):
 
 
 def test_a_cache_too_small_for_one_answer(model, capsys):
-    code, _, err = page(model, capsys, "rollout.engine.kv_tokens=9")
-    assert code == 2 and "rollout.engine.kv_tokens: found 9, but one prompt and its answer may take 14" in err
+    code, _, err = page(model, capsys, "rollout.engine.kv_tokens=12", "rollout.engine.block_size=4")
+    assert code == 2 and "rollout.engine.kv_tokens: found 12, but one prompt and its answer may take 14" in err
 
 
 def test_rewards_that_always_fail_and_hang(model, tmp_path, capsys, monkeypatch):

@@ -772,7 +772,7 @@ def _warnings(config: RunConfig) -> list[str]:
         )
     if config.reward.functions and all(function.weight == 0 for function in config.reward.functions):
         warnings.append("reward.functions: every weight is 0, so that every reward is 0")
-    if config.reward.workers == 0:
+    if config.reward.workers == 0 and any(":" in function.use for function in config.reward.functions):
         warnings.append("reward.workers: 0 runs the functions in the controller, where one that hangs cannot be killed")
     if training.loss.kind == "reinforce" and training.epochs * training.minibatches > 1:
         warnings.append(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -109,6 +111,8 @@ async def test_one_update_equals_the_same_by_the_calls_of_every_backend():
 
 async def test_the_ratio_stands_once_in_the_loss_in_impalas_advantages_or_in_appos_surrogate():
     batch = steps()
+    apart = np.resize(np.float32([-0.2, 0.2]), batch.behavior_logprobs.shape)
+    batch = replace(batch, behavior_logprobs=batch.behavior_logprobs + apart)
     impala, appo = [await device(AlgorithmConfig(kind=kind)) for kind in ("impala", "appo")]
     weighted, plain = await impala.annotate(batch, ["values"]), await appo.annotate(batch, ["values"])
     with torch.no_grad():
