@@ -254,7 +254,11 @@ def test_ctrl_c_spares_the_workers_and_a_killed_controller_leaves_no_process_and
     script = tmp_path / "controller.py"
     script.write_text(textwrap.dedent(CONTROLLER))
     controller = subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
     )
     try:
         pids = [int(word) for word in controller.stdout.readline().split()]
