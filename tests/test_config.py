@@ -508,7 +508,7 @@ def test_parts_that_do_not_exist_yet_say_which_do(override: str):
         (["runtime=local"], "runtime:"),
         (["rollout.sampling.top_p=0.9"], "rollout.sampling: top_p"),
         (["reward.functions.0.weight=0"], "every weight is 0"),
-        (["reward.workers=0", 'reward.functions=[{ use = "score.py:f" }]'], "reward.workers"),
+        (["reward.workers=0"], "reward.workers"),
         (["training.loss.kind=reinforce", "training.epochs=2"], "reinforce has no ratio"),
         (["training.optimizer.warmup_steps=40"], "warmup_steps: 40 lasts"),
     ],

@@ -309,8 +309,9 @@ def validate(config: RunConfig, *, only: Only | None = None) -> list[str]:
 
 
 def _is_loopback(netloc: str) -> bool:
-    host = netloc.rpartition("@")[2].rpartition(":")[0] or netloc
-    return host in ("localhost", "[::1]") or host.startswith("127.")
+    """Of HOST, HOST:PORT or USER:PASSWORD@HOST:PORT."""
+    host = urlsplit(f"//{netloc}").hostname or ""
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _at(config: Any, path: str) -> Any:
@@ -462,7 +463,7 @@ def _check_ranges(config: RunConfig) -> None:
     _check_streaming(training)
     if 0 < sampling.temperature < COLDEST:
         raise ConfigError(
-            "rollout.sampling.temperature", f"found {sampling.temperature:g}, expected 0 or at least 0.001"
+            "rollout.sampling.temperature", f"found {sampling.temperature:g}, expected 0 or at least {COLDEST:g}"
         )
     if "" in sampling.stop:
         raise ConfigError("rollout.sampling.stop", "found an empty text, which would end every answer at once")
@@ -715,8 +716,6 @@ def _check_replay(config: RunConfig) -> None:
         ("policy.recurrent", policy.recurrent, "none"),
         ("policy.normalise_observations", policy.normalise_observations, False),
         ("training.optimizer.schedule", config.training.optimizer.schedule, "constant"),
-        ("training.epochs", config.training.epochs, 1),
-        ("training.minibatches", config.training.minibatches, 1),
     ):
         if found != needed_value:
             shown = str(needed_value).lower()
@@ -772,7 +771,7 @@ def _warnings(config: RunConfig) -> list[str]:
         )
     if config.reward.functions and all(function.weight == 0 for function in config.reward.functions):
         warnings.append("reward.functions: every weight is 0, so that every reward is 0")
-    if config.reward.workers == 0 and any(":" in function.use for function in config.reward.functions):
+    if config.reward.workers == 0:
         warnings.append("reward.workers: 0 runs the functions in the controller, where one that hangs cannot be killed")
     if training.loss.kind == "reinforce" and training.epochs * training.minibatches > 1:
         warnings.append(
