@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from headrace.config import RunConfig
+from headrace.config import RunConfig, is_served
 from headrace.configbase import config_to_dict
 from headrace.errors import ConfigError, MissingExtra
 from headrace.exchange.buffer import LeaseBuffer
@@ -117,7 +117,7 @@ async def assemble(order: RunOrder, stack: AsyncExitStack, display: Display) -> 
         step=restored.step if restored else 0,
     )
     narrator.attach(controller)
-    if order.served:
+    if is_served(config, order.only):
         from headrace.assemble_clients import serve_clients
 
         await serve_clients(stack, config, order.run_dir, controller, parts, order.token, say)

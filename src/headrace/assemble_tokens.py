@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.config import RunConfig
+from headrace.config import RunConfig, is_served
 from headrace.errors import ConfigError
 from headrace.models.catalog import load_tokenizer, resolve_model
 from headrace.orchestrator.dispatcher import EngineSlot
@@ -176,7 +176,7 @@ def rollout(order: RunOrder, flow: Flow, environment: Any, rewarder: Any, tokeni
 
         function = import_function(config.rollout.function, Path.cwd(), "rollout.function")
     kind: Callable[..., TokenRollout] = TokenRollout
-    if order.served:
+    if is_served(config, order.only):
         from headrace.assemble_clients import client_rollout
 
         kind = client_rollout(config, environment)

@@ -273,6 +273,11 @@ def _from_clients(config: RunConfig) -> bool:
     return config.rollout.source == "http"
 
 
+def is_served(config: RunConfig, only: str | None) -> bool:
+    """Whether clients produce the run's episodes."""
+    return _from_clients(config) and only != "train"
+
+
 # ---------------------------------------------------------------------------------------------------- validating
 
 

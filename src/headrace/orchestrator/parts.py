@@ -33,11 +33,6 @@ class RunOrder:
     samples: Path | None = None
     token: str = ""
 
-    @property
-    def served(self) -> bool:
-        """Whether clients produce the episodes."""
-        return self.config.rollout.source == "http" and self.only != "train"
-
 
 @dataclass(slots=True)
 class Flow:
