@@ -22,7 +22,8 @@ RANKS = {
     "policies": 2,
     **dict.fromkeys(PLANES, 3),
     "config": 4,
-    "nearest": 5,
+    "valid_config": 5,
+    "nearest": 6,
     **dict.fromkeys(("models", "orchestrator"), 5),
     "estimates": 6,
     **dict.fromkeys(("assemble_clients", "assemble_control"), 7),
@@ -57,6 +58,7 @@ LIGHT_MODULES = [
     "protocols",
     "configbase",
     "config",
+    "valid_config",
     "cli",
     "check",
     "estimates",
@@ -177,7 +179,7 @@ def test_help_loads_no_heavy_package():
 
 
 def test_reading_a_config_loads_no_heavy_package():
-    body = "from headrace.config import load_config, validate; validate(load_config('tiny', []))"
+    body = "from headrace.config import load_config; from headrace.valid_config import validate; validate(load_config('tiny', []))"
     assert not loaded_by(body) & set(HEAVY)
     assert "numpy" not in loaded_by("from headrace.config import load_config; load_config('tiny', [])")
 

@@ -13,20 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.config import (
-    _READ_BY,
     RunConfig,
     ahead,
-    available,
     config_from_dict,
     dump_config,
     load_config,
     preset_names,
     resolve,
-    validate,
 )
 from headrace.configbase import Config, field_types, is_config
 from headrace.errors import ConfigError
 from headrace.training.config import AlgorithmConfig
+from headrace.valid_config import _READ_BY, available, validate
 
 BASE = """
 [model]

@@ -12,8 +12,9 @@ from typing import Any, get_args
 import msgspec
 import tomli_w
 
-from headrace.config import RunConfig, available, preset_names
+from headrace.config import RunConfig, preset_names
 from headrace.configbase import Config, describe, field_types, is_config
+from headrace.valid_config import available
 
 TARGET = Path(__file__).parent.parent / "docs" / "config.md"
 

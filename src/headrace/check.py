@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.config import RunConfig, cores, resolve, validate
+from headrace.config import RunConfig, cores, resolve
 from headrace.errors import DataError, UserError
 from headrace.estimates import (
     ModelShape,
@@ -27,6 +27,7 @@ from headrace.estimates import (
 )
 from headrace.protocols import RewardRequest, TaskSource
 from headrace.types import Score, Task
+from headrace.valid_config import validate
 
 PROMPTS = 4
 REWARD_TIMEOUT_S = 5.0

@@ -246,14 +246,14 @@ def _check_run_options(
 
 def _load(source: str, overrides: list[str], *, only: str | None = None, warn: bool = True, nearest: bool = False):
     """The resolved, validated config; its warnings, and parts that are exchanged for the nearest, go to stderr."""
-    from headrace.config import load_config, resolve, validate
+    from headrace.config import load_config, resolve
     from headrace.nearest import exchanged
+    from headrace.valid_config import validate
 
     config, exchanges = exchanged(load_config(source, overrides), allowed=nearest)
     for exchange in exchanges:
         typer.echo(f"headrace: {exchange}, which is used", err=True)
-    warnings = validate(config, only=only) if warn else []
-    for warning in warnings:
+    for warning in validate(config, only=only) if warn else ():
         typer.echo(f"headrace: warning: {warning}", err=True)
     return resolve(config)
 

@@ -15,8 +15,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from headrace.config import RunConfig, available, resolve
+from headrace.config import RunConfig, resolve
 from headrace.errors import ConfigError
+from headrace.valid_config import available
 
 NEAREST = {
     "placement": "sync",

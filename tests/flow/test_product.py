@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from harness import Plan, assert_laws, simulate
 
-from headrace.config import load_config, validate
+from headrace.config import load_config
 from headrace.configbase import field_types
 from headrace.errors import ConfigError
 from headrace.exchange.config import WeightsConfig
 from headrace.rollout.engines.scripted import ScriptedCosts
 from headrace.rollout.partial import PARTIAL_POLICIES, VALID_PAIRS
+from headrace.valid_config import validate
 
 CHOICES = field_types(WeightsConfig)
 PRODUCT = list(

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.config import load_config, validate
+from headrace.config import load_config
 from headrace.errors import ConfigError
 from headrace.orchestrator.learner import TokenLearner
 from headrace.training.backends.single_device import build_single_device
 from headrace.training.config import LossConfig, OptimizerConfig, TrainingConfig
 from headrace.types import Score
+from headrace.valid_config import validate
 from training.helpers import context, random_group, save_tiny
 
 

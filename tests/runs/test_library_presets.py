@@ -6,9 +6,10 @@ import re
 
 import pytest
 
-from headrace.config import LIBRARIES_FOLDER, dump_config, library_names, load_config, resolve, validate
+from headrace.config import LIBRARIES_FOLDER, dump_config, library_names, load_config, resolve
 from headrace.errors import ConfigError
 from headrace.nearest import exchanged, substitute
+from headrace.valid_config import validate
 from runs.launch import assert_accounted, assert_one_line
 
 SURVEYED = """areal areal_ray art atropos miles nemo_rl oat open_instruct openrlhf_async openrlhf_hybrid openrlhf_partial

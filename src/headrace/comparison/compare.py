@@ -7,9 +7,10 @@ from pathlib import Path
 
 from headrace.comparison.figures import Figures, merge
 from headrace.comparison.table import cells, markdown_table, notes, page, text_table
-from headrace.config import library_names, load_config, validate
+from headrace.config import library_names, load_config
 from headrace.errors import UserError
 from headrace.nearest import exchanged
+from headrace.valid_config import validate
 
 
 def compare(
