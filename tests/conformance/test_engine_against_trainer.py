@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -43,6 +44,17 @@ def group_of(name: str, samples: list[TokenSample]) -> Group:
         episodes=tuple(Episode(episode_id=one.sample_id, samples=(one,)) for one in samples),
         scores=tuple(Score(reward=float(i)) for i in range(len(samples))),
     )
+
+
+def with_samples(groups: list[Group], change: Callable[[TokenSample], TokenSample]) -> list[Group]:
+    """The groups with each sample changed."""
+    return [
+        dataclasses.replace(
+            group,
+            episodes=tuple(dataclasses.replace(one, samples=tuple(map(change, one.samples))) for one in group.episodes),
+        )
+        for group in groups
+    ]
 
 
 def log_ratios(groups, folder, **training) -> np.ndarray:
@@ -125,15 +137,7 @@ async def test_the_trainer_computes_with_the_experts_that_the_engine_used():
         routes[at, 1, 0] = next(e for e in range(4) if e not in routes[at, 1])
         return dataclasses.replace(sample, expert_routing=routes)
 
-    changed = [
-        dataclasses.replace(
-            group,
-            episodes=tuple(
-                dataclasses.replace(one, samples=tuple(map(other_expert, one.samples))) for one in group.episodes
-            ),
-        )
-        for group in groups
-    ]
+    changed = with_samples(groups, other_expert)
     gaps = np.abs(log_ratios(changed, folder)).reshape(9, 12)
     # What comes before a changed token, and in another sequence, stays as it was.
     assert gaps[:, :6].max() < 1e-4 and np.median(gaps[:, 6]) > 0.1
@@ -151,15 +155,7 @@ async def test_a_prompt_is_forced_through_the_experts_that_the_engine_used():
         routes[0, 0] = [e for e in range(4) if e not in routes[0, 0]]
         return dataclasses.replace(sample, expert_routing=routes)
 
-    changed = [
-        dataclasses.replace(
-            group,
-            episodes=tuple(
-                dataclasses.replace(one, samples=tuple(map(other_start, one.samples))) for one in group.episodes
-            ),
-        )
-        for group in groups
-    ]
+    changed = with_samples(groups, other_start)
     assert np.median(np.abs(log_ratios(changed, folder)).reshape(9, 12)[:, 0]) > 1e-3
 
 
