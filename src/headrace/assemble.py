@@ -86,18 +86,7 @@ async def assemble(order: RunOrder, stack: AsyncExitStack, display: Display) -> 
     channel = open_weight_channel(order)
     stack.callback(channel.close)
     parts = await work.parts(Flow(stack, runtime, source, buffer, dispatcher, channel, record, restored))
-    narrator = Narrator(
-        order.run_dir,
-        recorder,
-        display,
-        checkpoints,
-        total_steps=steps,
-        decode=parts.decode,
-        describe=parts.describe,
-        names=parts.names,
-        evaluator=parts.evaluator,
-        reward_metrics=parts.reward_metrics,
-    )
+    narrator = Narrator(order.run_dir, recorder, display, checkpoints, parts, steps)
     watchers.append(narrator.event)
     tellers.append(narrator.message)
     if restored is not None:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,9 @@ from headrace.observability.metrics import (
 from headrace.observability.recorder import RunRecorder
 from headrace.orchestrator.checkpoint import Checkpoints, capture
 from headrace.orchestrator.controller import Controller, StepReport, first_line
-from headrace.orchestrator.evaluate import Evaluation
+from headrace.orchestrator.parts import Parts
 from headrace.protocols import Lease
-from headrace.types import Event, FlowStatus, Stat, Trajectory, Unit
+from headrace.types import Event, FlowStatus, Trajectory, Unit
 
 STATUS_S = 0.25
 STATS_S = 1.0
@@ -33,7 +32,7 @@ FLAT_STEPS = 5
 
 
 class Narrator:
-    """The `FlowObserver` of real runs. `describe(unit) -> str` shows one of a batch's units in a line."""
+    """The `FlowObserver` of real runs."""
 
     def __init__(
         self,
@@ -41,17 +40,11 @@ class Narrator:
         recorder: RunRecorder,
         display: Display,
         checkpoints: Checkpoints,
-        *,
+        parts: Parts,
         total_steps: int,
-        decode: Callable[[Any], str] | None,
-        describe: Callable[[Any], str],
-        names: tuple[str, str, str] = ("samples", "tokens", "groups"),
-        evaluator: Evaluation | None = None,
-        reward_metrics: Callable[[], dict[str, Stat]] = dict,
     ) -> None:
         self.run_folder, self.recorder, self.display, self.checkpoints = run_folder, recorder, display, checkpoints
-        self.total_steps, self.decode, self.describe, self.names = total_steps, decode, describe, names
-        self.evaluator, self.reward_metrics = evaluator, reward_metrics
+        self.parts, self.total_steps = parts, total_steps
         self.tally = DropTally()
         self.work = WorkTally()
         self.started = time.monotonic()
@@ -98,10 +91,10 @@ class Narrator:
         self.tokens += sum(map(sum, lengths))
         self._recent = [*self._recent[-20:], (time.monotonic(), self.samples, self.tokens)]
         self.last = report
-        self.sample = self.describe(report.units[0]) if report.units else ""
+        self.sample = self.parts.describe(report.units[0]) if report.units else ""
         self.recorder.step(report.step, self._row(report))
-        if self.decode is not None:
-            self.recorder.samples(report.step, report.units, self.decode)
+        if self.parts.decode is not None:
+            self.recorder.samples(report.step, report.units, self.parts.decode)
         self._watch_for_flat_rewards(report)
         self.display.update(self.status())
 
@@ -135,14 +128,14 @@ class Narrator:
         self.message(f"checkpoint {folder.relative_to(self.run_folder)}")
 
     async def evaluate(self, step: int) -> None:
-        if self.evaluator is None:
+        if self.parts.evaluator is None:
             return
         started = time.monotonic()
-        result = await self.evaluator()
+        result = await self.parts.evaluator()
         self.evaluation_s += time.monotonic() - started
         row = {"step": step, **result}
         self._append("evaluation.jsonl", json.dumps(row))
-        self.message(f"held-out after {step} steps, {self.evaluator.words(result)}")
+        self.message(f"held-out after {step} steps, {self.parts.evaluator.words(result)}")
 
     # ---------------------------------------------------------------------------------------------------- metrics
 
@@ -155,7 +148,7 @@ class Narrator:
             **lag_metrics(report.lags),
             **step_lags([u for u in report.units if isinstance(u, Trajectory)], self._lag_at_take),
             **self.tally.row(),
-            **self.reward_metrics(),
+            **self.parts.reward_metrics(),
             **self._engine_metrics(),
             **self.work.row(time.monotonic_ns()),
             "queue/ready": float(len(controller.buffer.ready)),
@@ -264,7 +257,7 @@ class Narrator:
             reward=reward.mean if reward is not None else None,
             samples_per_s=rates[0],
             tokens_per_s=rates[1],
-            names=self.names,
+            names=self.parts.names,
             running=controller.ledger.count("admitted"),
             ready=len(controller.buffer.ready),
             held=len(controller.ledger.in_flight),
