@@ -19,7 +19,7 @@ from headrace.rollout.engines.native.attention import KeyValues, Pass
 from headrace.rollout.engines.native.batches import FIXED_PREFILL, Batcher, Piece
 from headrace.rollout.engines.native.blocks import NO_MATCH, BlockTable, Match
 from headrace.rollout.engines.native.generic import ROUTES
-from headrace.rollout.engines.native.lanes import Lanes
+from headrace.rollout.engines.native.lanes import LANES_POSSIBLE, Lanes
 from headrace.rollout.engines.native.llama import LlamaWeights
 from headrace.rollout.engines.native.saves import Saved, Saves
 from headrace.rollout.engines.sampling import Draw, Drawn
@@ -68,7 +68,7 @@ class NativeCore(Core):
         self.batcher = Batcher(self.block_size, spare=blocks * self.block_size)
         self.fixed = engine.deterministic
         # Layers of other models may look through windows, which lanes have not.
-        laned = isinstance(weights, LlamaWeights) and not self.fixed
+        laned = isinstance(weights, LlamaWeights) and not self.fixed and LANES_POSSIBLE
         self.lanes = Lanes(self.store, self.batcher, limit=2 * self.store.slots) if laned else None
         self.prefill_tokens = engine.prefill_tokens
         self.save_preempted = engine.preemption == "save"

@@ -24,6 +24,11 @@ _SMALLEST = 64
 _AHEAD = 64
 """A new lane has room for so many tokens more than there are, or all that may come."""
 
+_flash = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+"""Attention that also gives the logs of its sums. Private to torch."""
+LANES_POSSIBLE = _flash is not None
+"""Where not, blocks are gathered in every pass."""
+
 Blocks = tuple[int, ...]
 
 
@@ -111,9 +116,7 @@ class Part:
         shape = (count, self.width, groups, heads // groups)
         # The query heads of one key head, of all readers, are the rows of one product.
         rows = query.index_select(0, self.readers).view(*shape, size).transpose(1, 2)
-        out, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            rows.reshape(count, groups, -1, size), keys, values, attn_mask=self.bias, scale=scaling
-        )
+        out, total = _flash(rows.reshape(count, groups, -1, size), keys, values, attn_mask=self.bias, scale=scaling)
         back = (count, groups, self.width, heads // groups)
         out = out.reshape(*back, size).transpose(1, 2).reshape(-1, heads, size)
         total = total.reshape(back).transpose(1, 2).reshape(-1, heads)
