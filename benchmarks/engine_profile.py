@@ -95,23 +95,21 @@ class Clock:
 
 def watch() -> Clock:
     """Every part of a pass under a clock. For the rest of the process."""
-    from headrace.rollout.engines.native import attention, batches, core, lanes, linear, llama
+    from headrace.rollout.engines.native import attention, batches, core, linear, llama
 
     clock = Clock()
     clock.wrap(core.NativeCore, "advance", "scheduling")
     clock.wrap(batches.Batcher, "ragged", "batch arrays")
     clock.wrap(core.NativeCore, "draw", "stamping tokens")
     clock.wrap(core.NativeCore, "sample", "sampling")
-    clock.wrap(llama.LlamaWeights, "forward", "norms, rope, residuals")
+    clock.wrap(llama.LlamaWeights, "forward", "embedding")
     for product in linear.FORMS.values():
         clock.wrap(product, "__call__", "matrix products")
-    clock.wrap(llama, "attend", "attention: the rest")
-    clock.wrap(lanes.Lanes, "plan", "attention: filling and planning lanes")
-    clock.wrap(lanes.Shelf, "write", "attention: writing keys and values")
-    clock.wrap(lanes.LanePlan, "attend", "attention: joining the parts")
-    clock.wrap(lanes.Part, "read", "attention: product")
-    clock.wrap(attention.KeyValues, "write", "attention: writing keys and values")
-    clock.wrap(attention, "_product", "attention: product")
+    for steps in (llama.CompiledSteps, llama.TorchSteps):
+        clock.wrap(steps, "norm", "norms, residuals")
+        clock.wrap(steps, "gate", "gates")
+        clock.wrap(steps, "mix", "rotary embedding, writing keys and values, attention")
+    clock.wrap(attention, "_product", "attention of prompts, or with torch")
     return clock
 
 
@@ -123,7 +121,7 @@ async def main() -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--weights", default="model", help="rollout.engine.weights")
     parser.add_argument("--layers", type=int, default=0, help="0: as many as the model has")
-    parser.add_argument("--no-lanes", action="store_true", help="gather the blocks of those who decode in every pass")
+    parser.add_argument("--torch", action="store_true", help="no compiled steps between the products")
     parser.add_argument("--profile", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
@@ -134,8 +132,10 @@ async def main() -> None:
     made = engine.build_native(
         context, config, make_model(given.size, given.layers), "float32", None, "keep", inline=True
     )
-    if given.no_lanes:
-        made.core.lanes = None
+    if given.torch:
+        from headrace.rollout.engines.native import llama
+
+        llama.steps_for = lambda dtype: llama.TorchSteps()
     vocab = SHAPES[given.size]["vocab_size"]
     for count in given.requests:
         await generate_all(made, requests_of(count, vocab, 10_000))

@@ -27,9 +27,13 @@ class _Mark(ast.NodeTransformer):
     def __init__(self, path):
         self.path = path
     def visit_FunctionDef(self, node):
-        self.generic_visit(node)
+        compiled = any("njit" in ast.dump(d) or "intrinsic" in ast.dump(d) for d in node.decorator_list)
+        if not compiled:
+            self.generic_visit(node)
         first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
         mark = ast.parse(f"__headrace_seen__.add(({self.path!r}, {node.name!r}, {first}))").body[0]
+        if compiled:  # a loop that is compiled cannot mark itself: it counts as entered
+            return [node, mark]
         at = 1 if ast.get_docstring(node) is not None else 0
         node.body.insert(at, mark)
         return node

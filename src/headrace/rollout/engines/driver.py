@@ -8,6 +8,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 from headrace.errors import HeadraceError, PartFailed
@@ -285,6 +286,38 @@ class EngineDriver:
             waiters, self._drain_waiters = self._drain_waiters, []
             for wake in waiters:
                 wake()
+
+
+class Crew:
+    """As many threads as the caller may use, with a core each, that run parts of a pass. They end with it."""
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+
+    def run(self, calls: list[Callable[[], T]]) -> list[T]:
+        """All results, in order; the first failure, once all have ended."""
+        if len(calls) == 1:
+            return [calls[0]()]
+        self._pool = self._pool or _one_core_each()
+        futures = [self._pool.submit(call) for call in calls]
+        wait(futures)
+        return [future.result() for future in futures]
+
+
+def _one_core_each() -> ThreadPoolExecutor:
+    import torch
+
+    own = torch.get_num_threads()
+    pool, there = ThreadPoolExecutor(own, "part"), threading.Barrier(own)
+
+    def begin() -> None:
+        torch.set_num_threads(1)
+        torch.get_num_threads()  # a thread's first question settles its number: before the caller's own is put back
+        there.wait()
+
+    wait([pool.submit(begin) for _ in range(own)])
+    torch.set_num_threads(own)  # later threads begin with what the last call said, whichever thread made it
+    return pool
 
 
 def _use_threads(count: int) -> None:

@@ -6,15 +6,13 @@ row for each sequence that decodes stands after them.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-
-if TYPE_CHECKING:
-    from headrace.rollout.engines.native.lanes import LanePlan
 
 
 @dataclass(slots=True)
@@ -36,7 +34,6 @@ class Pass:
     decode_start: first decoding row
     tables: [D, L] where the tokens of each decoding sequence are kept, padded
     lengths: [D] how many of them count
-    lanes: how decoding rows attend instead, where they have lanes
     logit_rows: [R] rows whose logits are wanted
     one_by_one: attend each sequence in shapes that depend on itself alone
     """
@@ -49,7 +46,6 @@ class Pass:
     tables: torch.Tensor | None
     lengths: torch.Tensor | None
     logit_rows: torch.Tensor
-    lanes: LanePlan | None = None
     one_by_one: bool = False
     routes: np.ndarray | None = None
     """[R, layers, top_k] experts of the rows whose logits are wanted, once a model that has them was run."""
@@ -75,17 +71,27 @@ class KeyValues:
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
+        self._making = threading.Lock()
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
 
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """slots: [N]; keys, values: [N, kv_heads, head_dim]"""
-        if layer not in self.keys:
-            # Not cleared: a slot is read only after it was written, and untouched memory costs nothing.
-            self.keys[layer] = keys.new_empty(self.slots, *keys.shape[1:])
-            self.values[layer] = values.new_empty(self.slots, *values.shape[1:])
-        self.keys[layer].index_copy_(0, slots, keys)
-        self.values[layer].index_copy_(0, slots, values)
+        kept_keys, kept_values = self.of(layer, keys, values)
+        kept_keys.index_copy_(0, slots, keys)
+        kept_values.index_copy_(0, slots, values)
+
+    def of(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer's two tensors. keys, values: [N, kv_heads, head_dim], like which they are made; values None: like keys"""
+        with self._making:  # parts of a pass may come here at once
+            if layer not in self.keys:
+                # Not cleared: a slot is read only after it was written, and untouched memory costs nothing.
+                values = keys if values is None else values
+                self.values[layer] = values.new_empty(self.slots, *values.shape[1:])
+                self.keys[layer] = keys.new_empty(self.slots, *keys.shape[1:])
+        return self.keys[layer], self.values[layer]
 
     def copy(self, source: int, target: int, count: int) -> None:
         """The first `count` slots from `source` on, to `target` on."""
@@ -120,25 +126,23 @@ def attend(
     kept = store.keys[layer], store.values[layer]
     for stretch in batch.stretches:
         part = slice(stretch.start, stretch.stop)
-        out[part] = _stretch(query[part], *kept, stretch.slots, scaling, window, softcap)
+        out[part] = attend_stretch(query[part], *kept, stretch.slots, scaling, window, softcap)
     part = slice(batch.decode_start, None)
-    if batch.lanes is not None:
-        out[part] = batch.lanes.attend(layer, query[part], keys[part], values[part], scaling)
-    elif batch.tables is not None and batch.one_by_one:
+    if batch.tables is not None and batch.one_by_one:
         _one_by_one(out[part], query[part], *kept, batch, scaling, window, softcap)
     elif batch.tables is not None:
         out[part] = _scattered(query[part], *kept, batch, scaling, window, softcap)
     return out
 
 
-def _stretch(
+def attend_stretch(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     slots: torch.Tensor,
     scaling: float,
-    window: int | None,
-    softcap: float | None,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """[n, heads, D] of the last n of the tokens that lie at `slots`."""
     length, rows = slots.numel(), query.shape[0]

@@ -1,22 +1,28 @@
-"""Turns sequences and the pieces of them that are due into the arrays of one forward pass."""
+"""Turns sequences and the pieces of them that are due into the arrays of one forward pass, or of its parts.
+
+Threads inside each product meet at its end, a few hundred times a pass, and whoever is held up for a moment holds up all.
+Parts of a pass, each with some of its rows and a core of its own, meet once. They pay by reading the weights once each, so a
+pass of few rows stays whole.
+"""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 
 from headrace.rollout.engines.native.attention import Pass, Stretch
 from headrace.rollout.engines.sequences import Sequence
 
-if TYPE_CHECKING:
-    from headrace.rollout.engines.native.lanes import LanePlan
-
 FIXED_PREFILL = 64
 """Rows of a prefill pass when shapes are fixed."""
 
 Piece = tuple[Sequence, int]
 """A sequence that catches up, and how many of its next tokens are in the pass."""
+Share = tuple[list[Piece], list[Sequence]]
+"""What catches up, and what decodes, in one part of a pass."""
+
+_ROWS_WORTH_A_CORE = 16
+_MOST_UNEVEN = 1.3
+"""The largest part over an even one, from which on all cores at one product are quicker."""
 
 
 class Batcher:
@@ -25,9 +31,8 @@ class Batcher:
     def __init__(self, block_size: int, spare: int) -> None:
         self.block_size, self.spare = block_size, spare
 
-    def ragged(self, pieces: list[Piece], decoding: list[Sequence], lanes: LanePlan | None = None) -> Pass:
+    def ragged(self, pieces: list[Piece], decoding: list[Sequence]) -> Pass:
         """As many rows as there are tokens: the pieces' first, then one for each sequence that decodes."""
-        scattered = decoding if lanes is None else []
         ids, positions, slots, stretches, logit_rows = [], [], [], [], []
         for sequence, count in pieces:
             first, stop = sequence.kv_length, sequence.kv_length + count
@@ -50,10 +55,9 @@ class Batcher:
             slots=torch.tensor(slots),
             stretches=stretches,
             decode_start=decode_start,
-            tables=self._tables(scattered),
-            lengths=torch.tensor([one.kv_length + 1 for one in scattered]) if scattered else None,
+            tables=self._tables(decoding),
+            lengths=torch.tensor([one.kv_length + 1 for one in decoding]) if decoding else None,
             logit_rows=torch.tensor(logit_rows, dtype=torch.long),
-            lanes=lanes,
         )
 
     def fixed_piece(self, sequence: Sequence, count: int) -> Pass:
@@ -116,3 +120,19 @@ class Batcher:
         lengths = torch.tensor([one.kv_length + 1 for one in decoding])
         # Padding points at a slot that has been written: what memory holds before that may be anything, NaN too.
         return torch.where(torch.arange(longest) < lengths[:, None], slots, slots[:, :1])
+
+
+def share_out(pieces: list[Piece], decoding: list[Sequence], cores: int) -> list[Share]:
+    """Rows of about equal number for each core, or everything in one part where that is quicker."""
+    rows = sum(count for _, count in pieces) + len(decoding)
+    cores = min(cores, rows // _ROWS_WORTH_A_CORE)
+    if cores < 2:
+        return [(pieces, decoding)]
+    shares: list[Share] = [([], []) for _ in range(cores)]
+    loads = [0] * cores
+    due = [(piece[1], 0, piece) for piece in pieces] + [(1, 1, sequence) for sequence in decoding]
+    for count, kind, one in sorted(due, key=lambda item: -item[0]):
+        lightest = loads.index(min(loads))
+        shares[lightest][kind].append(one)
+        loads[lightest] += count
+    return shares if max(loads) <= _MOST_UNEVEN * rows / cores else [(pieces, decoding)]

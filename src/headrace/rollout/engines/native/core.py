@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,13 @@ import torch
 from headrace.protocols import RunningPolicy, WorkerContext
 from headrace.rollout.config import EngineConfig
 from headrace.rollout.engines.core import Core
+from headrace.rollout.engines.driver import Crew
 from headrace.rollout.engines.models import ModelFacts
 from headrace.rollout.engines.native.adapters import AdaptedWeights, base_of, newest_first, older_rows, read_adapter
 from headrace.rollout.engines.native.attention import KeyValues, Pass
-from headrace.rollout.engines.native.batches import FIXED_PREFILL, Batcher, Piece
+from headrace.rollout.engines.native.batches import FIXED_PREFILL, Batcher, Piece, share_out
 from headrace.rollout.engines.native.blocks import NO_MATCH, BlockTable, Match
 from headrace.rollout.engines.native.generic import ROUTES
-from headrace.rollout.engines.native.lanes import LANES_POSSIBLE, Lanes
 from headrace.rollout.engines.native.llama import LlamaWeights
 from headrace.rollout.engines.native.saves import Saved, Saves
 from headrace.rollout.engines.sampling import Draw, Drawn
@@ -64,12 +65,10 @@ class NativeCore(Core):
         tokens = engine.kv_tokens or min(engine.max_running * facts.context_length, _DEFAULT_KV_TOKENS)
         blocks = max(1, -(-tokens // self.block_size) if not engine.kv_tokens else tokens // self.block_size)
         self.table = BlockTable(blocks, self.block_size)
+        self.crew = Crew()
         self.store = KeyValues(blocks * self.block_size + 1)
         self.batcher = Batcher(self.block_size, spare=blocks * self.block_size)
         self.fixed = engine.deterministic
-        # Layers of other models may look through windows, which lanes have not.
-        laned = isinstance(weights, LlamaWeights) and not self.fixed and LANES_POSSIBLE
-        self.lanes = Lanes(self.store, self.batcher, limit=2 * self.store.slots) if laned else None
         self.prefill_tokens = engine.prefill_tokens
         self.save_preempted = engine.preemption == "save"
         room = engine.kv_saved_mb * 1_000_000
@@ -140,16 +139,27 @@ class NativeCore(Core):
             decoding = sorted(decoding, key=newest_first)
         for sequence, _ in pieces:
             sequence.started = True
-        if not self.fixed:
-            lanes = self.lanes.plan(decoding) if self.lanes is not None else None
-            batch = self.batcher.ragged(pieces, decoding, lanes)
-        elif pieces:
-            batch = self.batcher.fixed_piece(*pieces[0])
-        else:
-            batch = self.batcher.fixed_decode(decoding, self.max_running)
+        # Adapters keep what rows a pass has with the base, for one pass at a time.
+        whole = self.fixed or not isinstance(self.weights, LlamaWeights)
+        shares = share_out(pieces, decoding, 1 if whole else torch.get_num_threads())
+        batches = [self._batch(*share) for share in shares]
         if mixed:
-            batch.older = older_rows(decoding, batch.decode_start)
-        logits, routes = self.weights.forward(batch, self.store), batch.routes
+            batches[0].older = older_rows(decoding, batches[0].decode_start)
+        logits = self.crew.run([partial(self._forward, batch) for batch in batches])
+        for share, batch, rows in zip(shares, batches, logits, strict=True):
+            self._take(*share, batch, rows)
+
+    def _batch(self, pieces: list[Piece], decoding: list[Sequence]) -> Pass:
+        if not self.fixed:
+            return self.batcher.ragged(pieces, decoding)
+        return self.batcher.fixed_piece(*pieces[0]) if pieces else self.batcher.fixed_decode(decoding, self.max_running)
+
+    @torch.inference_mode()
+    def _forward(self, batch: Pass) -> torch.Tensor:
+        return self.weights.forward(batch, self.store)
+
+    def _take(self, pieces: list[Piece], decoding: list[Sequence], batch: Pass, logits: torch.Tensor) -> None:
+        routes = batch.routes
         drawing = []
         for sequence, count in pieces:
             sequence.kv_length += count
@@ -289,8 +299,6 @@ class NativeCore(Core):
             # With fixed shapes a token of a prompt is not computed as a sampled one was.
             last = min(sequence.kv_length, sequence.prompt_length) if self.fixed else sequence.kv_length
             self.table.remember(sequence.ids[:last], sequence.blocks)
-        if self.lanes is not None:
-            self.lanes.leave(sequence)
         self.table.release(sequence.blocks)
         if sequence.saved is not None:
             self.saves.drop(sequence.saved)
@@ -351,8 +359,6 @@ class NativeCore(Core):
     def drop_cache(self) -> None:
         self.table.clear()
         self.store.drop()
-        if self.lanes is not None:
-            self.lanes.drop()
 
     def kv_tokens(self) -> tuple[int, int]:
         held = {block for one in list(self.running) for block in one.blocks}

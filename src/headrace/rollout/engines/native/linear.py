@@ -33,7 +33,7 @@ class Linear:
 
 
 class PackedLinear(Linear):
-    """From a packed copy, which serves two rows and more; a single row is faster from the plain weight."""
+    """From a copy that is packed in the order in which products read it."""
 
     __slots__ = ("packed",)
 
@@ -43,7 +43,7 @@ class PackedLinear(Linear):
         self.packed = _pack(weight) if wanted else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self.packed is None or x.shape[0] < 2:
+        if self.packed is None:
             return F.linear(x, self.weight, self.bias)
         return _packed_product(x, self.packed, self.bias)
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from headrace.errors import ModelError
-from headrace.rollout.engines.native.attention import KeyValues, Pass, attend
+from headrace.rollout.engines.native.attention import KeyValues, Pass, attend, attend_stretch
 from headrace.rollout.engines.native.linear import FORMS, Linear
 
 
@@ -112,34 +114,104 @@ class LlamaWeights:
     def forward(self, batch: Pass, store: KeyValues) -> torch.Tensor:
         """[R, V] logits of the rows that the pass asks for."""
         s = self.shape
+        steps = steps_for(s.dtype)
         x = F.embedding(batch.token_ids, self.embedding)
-        cos, sin = s.cos[batch.positions][:, None], s.sin[batch.positions][:, None]
-        rows, turned = x.shape[0], s.heads + s.kv_heads
-        last = s.layers - 1
+        due = torch.zeros_like(x)
         for index, layer in enumerate(self.layers):
-            qkv = layer.qkv(F.rms_norm(x, (s.hidden,), layer.before, s.eps))
-            qkv = qkv.view(rows, turned + s.kv_heads, s.head_dim)
-            qk, values = qkv[:, :turned], qkv[:, turned:]
-            if layer.query_norm is not None:
-                qk = torch.cat(
-                    (
-                        F.rms_norm(qk[:, : s.heads], (s.head_dim,), layer.query_norm, s.eps),
-                        F.rms_norm(qk[:, s.heads :], (s.head_dim,), layer.key_norm, s.eps),
-                    ),
-                    dim=1,
-                )
-            qk = torch.addcmul(qk * cos, qk.roll(s.head_dim // 2, dims=-1), sin)
-            mixed = attend(index, qk[:, : s.heads], qk[:, s.heads :], values, batch, store, s.head_dim**-0.5)
-            mixed = mixed.reshape(rows, -1)
-            if index == last and batch.logit_rows.numel() < rows and not batch.one_by_one:
+            qkv = layer.qkv(steps.norm(x, due, layer.before, s.eps))
+            mixed = steps.mix(index, qkv, layer, s, batch, store)
+            if index == s.layers - 1 and batch.logit_rows.numel() < x.shape[0] and not batch.one_by_one:
                 # Nothing after the last attention is needed of rows whose logits nobody reads.
                 mixed, x = mixed[batch.logit_rows], x[batch.logit_rows]
-            x = x + layer.out(mixed)
-            gate, up = layer.gate_up(F.rms_norm(x, (s.hidden,), layer.after, s.eps)).chunk(2, dim=-1)
-            x = x + layer.down(F.silu(gate) * up)
-        if x.shape[0] != batch.logit_rows.numel():
-            x = x[batch.logit_rows]
-        return self.head(F.rms_norm(x, (s.hidden,), self.norm, s.eps))
+            due = layer.out(mixed)
+            gate_up = layer.gate_up(steps.norm(x, due, layer.after, s.eps))
+            due = layer.down(steps.gate(gate_up))
+        normed = steps.norm(x, due, self.norm, s.eps)
+        return self.head(normed if normed.shape[0] == batch.logit_rows.numel() else normed[batch.logit_rows])
+
+
+class TorchSteps:
+    """What stands between the matrix products of a pass, on any device and in any precision."""
+
+    @staticmethod
+    def norm(x: torch.Tensor, due: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """Add what is due to `x`, in place, and return the RMS norm of the sum."""
+        x += due
+        return F.rms_norm(x, (x.shape[1],), weight, eps)
+
+    @staticmethod
+    def gate(gate_up: torch.Tensor) -> torch.Tensor:
+        """[N, 2 W] into [N, W]"""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    @staticmethod
+    def mix(index: int, qkv: torch.Tensor, layer: Layer, s: LlamaShape, batch: Pass, store: KeyValues) -> torch.Tensor:
+        """[N, (heads + 2 kv_heads) D] into what attention makes of it [N, heads * D]; keys and values are kept."""
+        rows, turned = qkv.shape[0], s.heads + s.kv_heads
+        qkv = qkv.view(rows, turned + s.kv_heads, s.head_dim)
+        qk, values = qkv[:, :turned], qkv[:, turned:]
+        if layer.query_norm is not None:
+            norms = ((qk[:, : s.heads], layer.query_norm), (qk[:, s.heads :], layer.key_norm))
+            qk = torch.cat([F.rms_norm(part, (s.head_dim,), weight, s.eps) for part, weight in norms], dim=1)
+        cos, sin = s.cos[batch.positions][:, None], s.sin[batch.positions][:, None]
+        qk = torch.addcmul(qk * cos, qk.roll(s.head_dim // 2, dims=-1), sin)
+        mixed = attend(index, qk[:, : s.heads], qk[:, s.heads :], values, batch, store, s.head_dim**-0.5)
+        return mixed.reshape(rows, -1)
+
+
+class CompiledSteps:
+    """The same as loops of `kernels`, for float32 on a processor."""
+
+    def __init__(self, kernels: Any) -> None:
+        self._kernels = kernels
+
+    def norm(self, x: torch.Tensor, due: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        out = torch.empty_like(x)
+        self._kernels.add_norm(x.numpy(), due.numpy(), weight.numpy(), np.float32(eps), out.numpy())
+        return out
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        self._kernels.gate(gate_up.numpy(), out.numpy())
+        return out
+
+    def mix(
+        self, index: int, qkv: torch.Tensor, layer: Layer, s: LlamaShape, batch: Pass, store: KeyValues
+    ) -> torch.Tensor:
+        rows = qkv.shape[0]
+        qkv = qkv.view(rows, s.heads + 2 * s.kv_heads, s.head_dim)
+        keys, values = store.of(index, qkv[:, s.heads : s.heads + s.kv_heads])
+        norms = [_NONE if norm is None else norm.numpy() for norm in (layer.query_norm, layer.key_norm)]
+        self._kernels.place(
+            qkv.numpy(), s.cos.numpy(), s.sin.numpy(), batch.positions.numpy(), batch.slots.numpy(), *norms,
+            np.float32(s.eps), keys.numpy(), values.numpy(),
+        )  # fmt: skip
+        out = qkv.new_zeros(rows, s.heads * s.head_dim)
+        scale = s.head_dim**-0.5
+        for stretch in batch.stretches:
+            part = slice(stretch.start, stretch.stop)
+            out[part] = attend_stretch(qkv[part, : s.heads], keys, values, stretch.slots, scale).flatten(1)
+        if batch.tables is not None:
+            self._kernels.attend(
+                qkv.numpy(), batch.decode_start, batch.tables.numpy(), batch.lengths.numpy(), keys.numpy(),
+                values.numpy(), np.float32(scale), out.numpy(),
+            )  # fmt: skip
+        return out
+
+
+_NONE = np.zeros(0, np.float32)
+
+
+@cache
+def steps_for(dtype: torch.dtype) -> TorchSteps | CompiledSteps:
+    if dtype != torch.float32:
+        return TorchSteps()
+    try:
+        from headrace.rollout.engines.native import kernels
+    except ImportError:  # no wheel of numba for this Python or processor
+        return TorchSteps()
+    return CompiledSteps(kernels)
 
 
 def build(
