@@ -209,7 +209,10 @@ def steps_for(dtype: torch.dtype) -> TorchSteps | CompiledSteps:
         return TorchSteps()
     try:
         from headrace.rollout.engines.native import kernels
-    except ImportError:  # no wheel of numba for this Python or processor
+    except (
+        ImportError,
+        RuntimeError,
+    ):  # no wheel of numba for this Python or processor, or nowhere to keep what it compiles
         return TorchSteps()
     return CompiledSteps(kernels)
 
