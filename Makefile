@@ -4,6 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 EXAMPLES ?= 5000
+WORKERS ?= 2
 NAME ?= demo-$(shell date +%Y%m%d-%H%M%S)
 RUFF_PATHS := src tests tools $(wildcard recipes benchmarks)
 
@@ -18,8 +19,9 @@ demo: $(VENV)/.installed
 	  '$(BIN)/headrace check quickstart rollout.sampling.temperature=0.8' 'what a changed recipe would do' \
 	  'xdg-open runs/$(NAME)/report.html' 'the charts'
 
+# One thread in each: the workers, and the processes that their runs start, share the cores as it is.
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations 25
 
 test-slow: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m slow
