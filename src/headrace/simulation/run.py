@@ -151,11 +151,14 @@ async def run_flow(flow: Flow) -> Outcome:
     )
     engines: list[Any] = []
 
-    async def spawn(name: str) -> EngineSlot:
-        await asyncio.sleep(flow.restart_s if loop.time() else 0.0)
+    async def started(name: str) -> EngineSlot:
         own = random.Random(rng.random())
         costs = slowed(flow.costs) if own.random() < flow.slow_share else flow.costs
         return EngineSlot(name, await runtime.spawn(name, build_flaky, costs, flow.lose_replies, own, engines))
+
+    async def restarted(name: str) -> EngineSlot:
+        await asyncio.sleep(flow.restart_s)
+        return await started(name)
 
     async def rolled_out(lease: Lease) -> Unit:
         unit = await rollout(lease)
@@ -164,7 +167,7 @@ async def run_flow(flow: Flow) -> Outcome:
         return unit
 
     for number in range(flow.engines):
-        dispatcher.join(await spawn(f"engine-{number}"))
+        dispatcher.join(await started(f"engine-{number}"))
     controller = Controller(
         flow.settings,
         buffer,
@@ -173,7 +176,7 @@ async def run_flow(flow: Flow) -> Outcome:
         rolled_out if flow.duplicates else rollout,
         flow.learner,
         flow.watcher,
-        spawn_engine=spawn,
+        spawn_engine=restarted,
         turns=Turns(sync, flow.learner) if flow.colocated else None,
         step=step,
     )
