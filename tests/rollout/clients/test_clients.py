@@ -98,7 +98,7 @@ async def test_the_program_of_the_documentation_produces_episodes(stand, tmp_pat
         text = server.tokenizer.decode(sample.token_ids, skip_special_tokens=False)
         assert "What is 17 + 25?" in text and "tool:42" in text and "it is 42" in text
     await server.server.close()
-    with pytest.raises(URLError):
+    with pytest.raises((URLError, ConnectionError)):  # nobody listens, or the answer awaited never comes
         await asyncio.wait_for(running, 30)
 
 
