@@ -63,8 +63,7 @@ def test_engines_killed_and_stopped_in_mid_group_are_replaced_and_the_run_goes_o
 
 
 def test_a_killed_trainer_ends_the_run_and_resume_finishes_it(lab):
-    lab.config(reward="stands")  # so that it is killed on its way, however late this process looks
-    (lab.folder / "hold").touch()
+    lab.hold("r", 3)
     running = lab.start(*SEPARATE, "training.steps=12")
     running.until(lambda: (running.folder / "checkpoints" / "step_000002" / "manifest.json").exists())
     time.sleep(random.random() * 0.3)
@@ -75,7 +74,7 @@ def test_a_killed_trainer_ends_the_run_and_resume_finishes_it(lab):
         "headrace:reward-0",
     }
     running.workers("trainer")[0].kill()
-    (lab.folder / "hold").unlink()
+    lab.let_go()
     ran = running.wait()
     assert ran.code == 1
     assert_one_line(ran, "the trainer is gone", "SIGKILL", "--resume")

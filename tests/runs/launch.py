@@ -61,11 +61,18 @@ def held(completions, **columns):
 
 
 def stands(completions, **columns):
-    """Waits, from the run's second checkpoint on, for as long as there is a file named hold."""
-    saved = "*/checkpoints/step_000002/manifest.json"
-    while pathlib.Path("hold").exists() and any(pathlib.Path("runs").glob(saved)):
+    """Waits once the run that the file named hold names has done as many steps as it says, until the file is gone."""
+    while _is_to_stand():
         time.sleep(0.02)
     return varied(completions)
+
+
+def _is_to_stand():
+    try:
+        name, steps = pathlib.Path("hold").read_text().split()
+        return len(pathlib.Path("runs", name, "metrics.jsonl").read_text().splitlines()) >= int(steps)
+    except (OSError, ValueError):
+        return False
 
 
 def equal(completions, **columns):
@@ -149,6 +156,14 @@ class Lab:
     def config(self, reward: str = "varied") -> None:
         text = CONFIG.format(model=str(self.model), reward=f"rewards.py:{reward}")
         (self.folder / "c.toml").write_text(text)
+
+    def hold(self, name: str, steps: int) -> None:
+        """A run of that name is to go no further than a step or two beyond so many, however late its test looks at it."""
+        self.config(reward="stands")
+        (self.folder / "hold").write_text(f"{name} {steps}")
+
+    def let_go(self) -> None:
+        (self.folder / "hold").unlink()
 
     def words(self, words: tuple[str, ...], resume: str | None) -> list[str]:
         start = ["run", "--resume", f"runs/{resume}"] if resume else ["run", self.source]

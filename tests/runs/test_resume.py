@@ -27,10 +27,12 @@ def test_sync_killed_and_resumed_ends_with_the_same_weights(lab):
     whole = lab.here(*words, "--name", "whole")
     assert whole.code == 0, whole.err
 
+    lab.hold("killed", 20)
     running = lab.start(*words, "--name", "killed")
     running.until_step(random.randint(4, 12))
     time.sleep(random.random() * 0.3)
     running.kill()
+    lab.let_go()
     assert running.steps() < 24, "it was to be killed on its way"
 
     resumed = lab.here(resume="killed")

@@ -41,9 +41,11 @@ def test_a_killed_run_goes_on_with_the_units_that_were_stored_after_its_checkpoi
     base = ("checkpoint.every_steps=4", *words(kind, request))
     whole = lab.here("training.steps=12", *base, "--name", "whole")
     assert whole.code == 0, whole.err
+    lab.hold("killed", 7)
     running = lab.start("training.steps=12", *base, "--name", "killed")
     running.until_step(7)
     running.kill()
+    lab.let_go()
     resumed = lab.here(resume="killed")
     assert resumed.code == 0, resumed.err
     assert_accounted(resumed)
@@ -56,9 +58,11 @@ def test_a_killed_run_goes_on_with_the_units_that_were_stored_after_its_checkpoi
 @pytest.mark.parametrize("kind", ["redis", pytest.param("files", marks=SLOW)])
 def test_an_asynchronous_run_that_is_killed_accounts_for_every_unit(lab, kind, request):
     base = ("placement=separate", "runtime=local", "checkpoint.every_steps=3", "rollout.oversample=3")
+    lab.hold("killed", 8)
     running = lab.start(*base, "training.steps=14", *words(kind, request), "--name", "killed")
     running.until_step(8)
     running.kill()
+    lab.let_go()
     resumed = lab.here(resume="killed")
     assert resumed.code == 0, resumed.err
     assert_accounted(resumed)
