@@ -313,8 +313,8 @@ MUTANTS = [
     Mutant(
         "each part of a pass runs with all threads",
         "rollout/engines/driver.py",
-        "        torch.set_num_threads(1)\n",
-        "        torch.set_num_threads(own)\n",
+        "    _use_threads(1)\n    return call()",
+        "    return call()",
         ("tests/rollout/engines/test_parts.py",),
     ),
     Mutant(

@@ -107,6 +107,40 @@ def test_a_part_that_fails_fails_the_pass_after_the_others_ended():
     assert ended
 
 
+def test_a_thread_keeps_its_number_whatever_others_set_before_it_asks():
+    from headrace.rollout.engines.driver import _use_threads
+
+    before, found, set_ = torch.get_num_threads(), [], threading.Event()
+    go_on = threading.Event()
+
+    def passes():
+        _use_threads(2)
+        set_.set()
+        go_on.wait(10)
+        found.append(torch.get_num_threads())
+
+    thread = threading.Thread(target=passes)
+    thread.start()
+    set_.wait(10)
+    torch.set_num_threads(1)
+    go_on.set()
+    thread.join()
+    torch.set_num_threads(before)
+    assert found == [2]
+
+
+def test_loops_that_cannot_be_compiled_are_replaced_aloud(monkeypatch):
+    def full_disk():
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(kernels, "compile_all", full_disk)
+    llama.steps_for.cache_clear()
+    with pytest.warns(UserWarning, match="slower.*no space left"):
+        assert isinstance(llama.steps_for(torch.float32), llama.TorchSteps)
+    llama.steps_for.cache_clear()
+    assert isinstance(llama.steps_for(torch.bfloat16), llama.TorchSteps)
+
+
 def test_parts_have_one_thread_each_and_leave_the_callers_alone():
     before = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -133,6 +167,7 @@ def test_shares_hold_every_row_once_and_are_even(pieces, decoding, cores):
     assert all(share[1] == sorted(share[1], key=rows.index) for share in shares)
     loads = [sum(count for _, count in share[0]) + len(share[1]) for share in shares]
     assert 1 <= len(shares) <= cores
+    assert len(shares) in (1, cores)  # a part has one thread: no core is left out
     if len(shares) > 1:
         assert min(loads) > 0 and max(loads) <= 1.3 * sum(loads) / len(loads)
 

@@ -296,28 +296,22 @@ class Crew:
 
     def run(self, calls: list[Callable[[], T]]) -> list[T]:
         """All results, in order; the first failure, once all have ended."""
-        if len(calls) == 1:
-            return [calls[0]()]
-        self._pool = self._pool or _one_core_each()
-        futures = [self._pool.submit(call) for call in calls]
+        return self._side_by_side(calls) if len(calls) > 1 else [calls[0]()]
+
+    def _side_by_side(self, calls: list[Callable[[], T]]) -> list[T]:
+        import torch
+
+        own = torch.get_num_threads()
+        self._pool = self._pool or ThreadPoolExecutor(own, "part")
+        futures = [self._pool.submit(_on_one_core, call) for call in calls]
         wait(futures)
+        torch.set_num_threads(own)  # threads that begin later begin with what was said last, by whichever thread
         return [future.result() for future in futures]
 
 
-def _one_core_each() -> ThreadPoolExecutor:
-    import torch
-
-    own = torch.get_num_threads()
-    pool, there = ThreadPoolExecutor(own, "part"), threading.Barrier(own)
-
-    def begin() -> None:
-        torch.set_num_threads(1)
-        torch.get_num_threads()  # a thread's first question settles its number: before the caller's own is put back
-        there.wait()
-
-    wait([pool.submit(begin) for _ in range(own)])
-    torch.set_num_threads(own)  # later threads begin with what the last call said, whichever thread made it
-    return pool
+def _on_one_core(call: Callable[[], T]) -> T:
+    _use_threads(1)
+    return call()
 
 
 def _use_threads(count: int) -> None:
@@ -325,6 +319,8 @@ def _use_threads(count: int) -> None:
     if count:
         import torch
 
+        # A thread's first question settles its number at what any thread set last; after it only the thread itself does.
+        torch.get_num_threads()
         torch.set_num_threads(count)
 
 

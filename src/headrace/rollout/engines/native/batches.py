@@ -125,8 +125,7 @@ class Batcher:
 def share_out(pieces: list[Piece], decoding: list[Sequence], cores: int) -> list[Share]:
     """Rows of about equal number for each core, or everything in one part where that is quicker."""
     rows = sum(count for _, count in pieces) + len(decoding)
-    cores = min(cores, rows // _ROWS_WORTH_A_CORE)
-    if cores < 2:
+    if cores < 2 or rows < _ROWS_WORTH_A_CORE * cores:
         return [(pieces, decoding)]
     shares: list[Share] = [([], []) for _ in range(cores)]
     loads = [0] * cores

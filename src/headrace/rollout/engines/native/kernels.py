@@ -98,9 +98,7 @@ def place(qkv, cos, sin, positions, slots, query_norm, key_norm, eps, keys, valu
                     qkv[i, h, j], qkv[i, h, j + half] = turned, turned_second
                 else:
                     keys[slot, h - heads, j], keys[slot, h - heads, j + half] = turned, turned_second
-        for h in range(kv_heads):
-            for j in range(size):
-                values[slot, h, j] = qkv[i, heads + kv_heads + h, j]
+        values[slot] = qkv[i, heads + kv_heads :]
 
 
 @njit(**_LOOPS)
@@ -136,8 +134,7 @@ def attend(qkv, first, tables, lengths, keys, values, scale, out):
                 total += weight
             for t in range(length):
                 scores[h, t] /= total
-            for j in range(size):
-                mixed[h, j] = _f(0.0)
+            mixed[h, :] = _f(0.0)
         for t in range(length):
             slot = tables[r, t]
             for k in range(kv_heads):
@@ -145,6 +142,14 @@ def attend(qkv, first, tables, lengths, keys, values, scale, out):
                     weight = scores[h, t]
                     for j in range(size):
                         mixed[h, j] += weight * values[slot, k, j]
-        for h in range(heads):
-            for j in range(size):
-                out[i, h * size + j] = mixed[h, j]
+        out[i, :] = mixed.reshape(heads * size)
+
+
+def compile_all() -> None:
+    """Before the first pass, each loop on the smallest arrays of the types that passes have."""
+    x, qkv, kept = (np.zeros(shape, np.float32) for shape in ((1, 2), (1, 3, 2), (1, 1, 2)))
+    ids, one = np.zeros(1, np.int64), _f(1.0)
+    add_norm(x, x.copy(), x[0], one, x.copy())
+    gate(x, np.zeros((1, 1), np.float32))
+    place(qkv, x, x, ids, ids, x[0, :0], x[0, :0], one, kept, kept.copy())
+    attend(qkv, 0, ids[None], ids + 1, kept, kept.copy(), one, x.copy())

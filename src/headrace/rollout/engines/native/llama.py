@@ -6,6 +6,7 @@ may have (experts, sliding windows, scaled embeddings) goes through `generic`.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -133,14 +134,12 @@ class LlamaWeights:
 class TorchSteps:
     """What stands between the matrix products of a pass, on any device and in any precision."""
 
-    @staticmethod
-    def norm(x: torch.Tensor, due: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def norm(self, x: torch.Tensor, due: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Add what is due to `x`, in place, and return the RMS norm of the sum."""
         x += due
         return F.rms_norm(x, (x.shape[1],), weight, eps)
 
-    @staticmethod
-    def gate(gate_up: torch.Tensor) -> torch.Tensor:
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         """[N, 2 W] into [N, W]"""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
@@ -205,14 +204,15 @@ _NONE = np.zeros(0, np.float32)
 
 @cache
 def steps_for(dtype: torch.dtype) -> TorchSteps | CompiledSteps:
+    """Those that this machine can run; compiled ones are compiled here, or read from where they were kept."""
     if dtype != torch.float32:
         return TorchSteps()
     try:
         from headrace.rollout.engines.native import kernels
-    except (
-        ImportError,
-        RuntimeError,
-    ):  # no wheel of numba for this Python or processor, or nowhere to keep what it compiles
+
+        kernels.compile_all()
+    except Exception as error:  # a processor without numba, nowhere to keep what it compiles, a full disk, ...
+        warnings.warn(f"the loops between products are not compiled, so passes are slower: {error!r}", stacklevel=2)
         return TorchSteps()
     return CompiledSteps(kernels)
 
