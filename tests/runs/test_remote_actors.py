@@ -49,9 +49,8 @@ def test_impala_learns_from_actors_that_were_given_an_address(redis_server, tmp_
     assert codes == [0, 0] and "run alone is over" in told
     lags = [row["lag/step/max"] for row in ran.steps]
     assert 1 <= max(lags) <= 8, "versions are those that the actors really ran"
-    assert ran.out.count("is here") <= 2, (
-        "said once of each, or not at all where the run ends before its pool looks round"
-    )
+    acted = sum("acts for run alone" in line for line in told)
+    assert acted >= 1 and ran.out.count("is here") == acted, (told, ran.out)
     assert connect(redis_server.url).keys("headrace:actors*") == [b"headrace:actors:alone:over"]
 
 

@@ -119,6 +119,7 @@ class RemoteActor:
             raise ConfigError(
                 "env.id", f"{self.notice.env['id']} shows or takes something else here than at the run's other actors"
             )
+        self.board.patiently(lambda: self._here(self.board), self.patience_s)
         beat = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         beat.start()
         if threading.current_thread() is threading.main_thread():
@@ -189,6 +190,9 @@ class RemoteActor:
                 raise CallTimeout(f"no weights of run {self.board.run}: {problem}")
             await asyncio.sleep(0.1)
 
+    def _here(self, board: Board) -> None:
+        board.here(self.id, word_of(self.actor._steps, self.busy_s, self.actor.engine.version))
+
     def _beat(self) -> None:
         """Say that this actor is here, unless its environments stand still: then it gives itself up."""
         board = Board(self.board.url, self.board.run)
@@ -205,7 +209,7 @@ class RemoteActor:
                 )
                 os._exit(1)
             try:
-                board.here(self.id, word_of(steps, self.busy_s, self.actor.engine.version))
+                self._here(board)
             except redis.RedisError:
                 continue  # the main loop says so when it lasts
         board.close()

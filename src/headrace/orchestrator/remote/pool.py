@@ -13,6 +13,7 @@ answer to a request is counted and ignored.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import queue
 import threading
@@ -222,6 +223,8 @@ class ActorPool:
     def _join(self) -> None:
         for thread in self._threads:
             thread.join(10.0)
+        with contextlib.suppress(redis.RedisError):  # a run of a second may not have looked round yet
+            self._note_actors(self._board.actors())
         for key in list(self._handed_on):
             self._store.acknowledge(key)
         self._store.close()
