@@ -131,7 +131,7 @@ async def test_one_token_of_work_overtakes_63_long_requests(bench):
     stats = await bench.engine.stats()
     assert short.token_ids.size == 1 and not any(task.done() for task in tasks)
     # It came in with the next passes, and so did a token of each of the others. (The scripted engine's tokens come by the
-    # clock of a machine that may be busy: its own tests count them on a simulated one.)
+    # clock of a machine that may be busy: test_scripted.py tells the same story and counts on a simulated one.)
     assert bench.name.endswith("thread") or bench.name == "scripted" or sampled(stats, long[0]) - before <= 4
     await bench.engine.pause("abort")
     assert all(got.finish_reason == "abort" for got in await asyncio.gather(*tasks))

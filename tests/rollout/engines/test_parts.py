@@ -141,6 +141,11 @@ def test_loops_that_cannot_be_compiled_are_replaced_aloud(monkeypatch):
     assert isinstance(llama.steps_for(torch.bfloat16), llama.TorchSteps)
 
 
+def test_this_machine_runs_compiled_loops():
+    llama.steps_for.cache_clear()
+    assert isinstance(llama.steps_for(torch.float32), llama.CompiledSteps)
+
+
 def test_parts_have_one_thread_each_and_leave_the_callers_alone():
     before = torch.get_num_threads()
     torch.set_num_threads(2)

@@ -155,6 +155,21 @@ def test_a_full_engine_lets_the_next_one_in_when_a_place_is_free():
     assert run(story, max_running=2) == {"a": 3.0, "c": 4.5, "b": 5.5}
 
 
+def test_one_token_of_work_overtakes_63_long_requests_within_a_token_of_each():
+    async def story(engine, clock):
+        long = [asyncio.ensure_future(engine.generate(ask(f"l{i}", 900))) for i in range(63)]
+        await asyncio.sleep(100.0)  # a step of 63 takes 32 s
+        short = await engine.generate(ask("short", 1))
+        took = clock() - 100.0
+        assert short.token_ids.size == 1 and not any(one.done() for one in long)
+        await engine.pause("abort")
+        return took, {one.token_ids.size for one in await asyncio.gather(*long)}
+
+    took, lengths = run(story, max_running=64)
+    # One step of 64 takes 32.5 s. The others had 3 tokens and a part of one by then, and get one more.
+    assert took == 32.5 and lengths == {4}
+
+
 def test_some_answers_run_away_to_the_limit():
     async def story(engine, clock):
         lengths = []

@@ -144,8 +144,9 @@ class TorchSteps:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
-    @staticmethod
-    def mix(index: int, qkv: torch.Tensor, layer: Layer, s: LlamaShape, batch: Pass, store: KeyValues) -> torch.Tensor:
+    def mix(
+        self, index: int, qkv: torch.Tensor, layer: Layer, s: LlamaShape, batch: Pass, store: KeyValues
+    ) -> torch.Tensor:
         """[N, (heads + 2 kv_heads) D] into what attention makes of it [N, heads * D]; keys and values are kept."""
         rows, turned = qkv.shape[0], s.heads + s.kv_heads
         qkv = qkv.view(rows, turned + s.kv_heads, s.head_dim)
