@@ -18,8 +18,8 @@ from headrace.config import RunConfig, cores, resolve
 from headrace.errors import RunError, TrainingFailed
 from headrace.observability.display import open_display
 from headrace.orchestrator.checkpoint import Checkpoints
-from headrace.orchestrator.controller import reasons, remedy
 from headrace.orchestrator.parts import RunOrder
+from headrace.orchestrator.remedies import reasons, remedy
 from headrace.orchestrator.runtimes.worker import calm_garbage_collection
 
 INTERRUPTED = 130

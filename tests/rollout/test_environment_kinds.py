@@ -75,7 +75,7 @@ async def test_ale_skips_stacks_and_limits_as_the_config_says_and_gives_the_game
     assert unit.observations["obs"].shape[2:] == (3, 84, 84)
     assert unit.truncated.any() and not unit.terminated.any()
     assert set(unit.episode_lengths.tolist()) == {5}
-    from headrace.rollout.environments.gymnasium_vector import _ale_options
+    from headrace.rollout.environments.making import _ale_options
 
     spec = types.SimpleNamespace(kwargs={"frameskip": 4})
     assert _ale_options(EnvConfig(id="ALE/Pong-v5", max_episode_steps=10), spec) == {

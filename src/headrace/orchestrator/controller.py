@@ -11,7 +11,7 @@ that was trained on is live, so that generation and training alternate.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -31,6 +31,7 @@ from headrace.exchange.buffer import LeaseBuffer
 from headrace.exchange.ledger import RECYCLED, TRAINED
 from headrace.orchestrator.dispatcher import Dispatcher, EngineSlot
 from headrace.orchestrator.learner import Learner
+from headrace.orchestrator.remedies import reasons, remedy
 from headrace.orchestrator.turns import Turns
 from headrace.orchestrator.weight_sync import SyncTimes, WeightSync
 from headrace.protocols import Lease
@@ -566,31 +567,6 @@ class Controller:
     def _event(self, kind: str, subject: str = "", version: int = NO_VERSION) -> None:
         now = int(asyncio.get_running_loop().time() * 1e9)
         self.observer.event(Event(now, "controller", kind, subject, version))
-
-
-REMEDIES = {
-    "cancelled": "groups run longer than staleness.max_version_lag allows; raise it, or lower rollout.sampling.max_tokens",
-    "stale": "samples wait or take longer than staleness.max_version_lag allows; raise it, or lower buffer.steps",
-    "filtered": "all scores of a group are equal; mend the reward, choose tasks of another difficulty, or set "
-    "training.advantage.drop_zero_variance = false",
-    "unscored": "the reward functions give no score; run `headrace check` and read the messages above",
-    "refused": "prompts do not fit the context; shorten them, or raise rollout.engine.context_length",
-    "timeout": "groups do not end within group.timeout_s; raise it, or lower rollout.sampling.max_tokens",
-    "retries": "engine calls fail again and again; read the messages above",
-    "interrupted": "weight syncs cut generations short; choose weights.partial = resume_prefix, or weights.interruption = never",
-    "recycled": "weight syncs send tasks back faster than they end; choose weights.partial = resume_prefix",
-    "lost": "the store no longer has what it took; give the Redis server appendonly yes, or choose buffer.store = files",
-    "error": "read the messages above",
-}
-"""Drop reason -> what to change."""
-
-
-def remedy(reason: str) -> str:
-    return REMEDIES.get(reason, REMEDIES["error"])
-
-
-def reasons(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {reason}" for reason, count in counts.items())
 
 
 def first_line(error: BaseException) -> str:

@@ -21,7 +21,7 @@ from headrace.rollout.acting import mix_seed
 from headrace.rollout.config import EnvConfig
 from headrace.rollout.control_rollout import TURN_S, Actor
 from headrace.rollout.engines.policy_network import PolicyNetworkEngine
-from headrace.rollout.environments.gymnasium_vector import simulator_options
+from headrace.rollout.environments.making import simulator_options
 from headrace.rollout.environments.simulators import make_simulator
 from headrace.types import Trajectory
 
