@@ -127,6 +127,18 @@ async def test_what_runs_finishes_on_its_adapter_beside_what_comes_after(family)
     await bench.engine.close()
 
 
+async def test_another_base_ends_what_was_to_finish_on_an_adapter():
+    bench = Bench(kv_on_swap="finish")
+    await bench.live(1)
+    request, task = bench.start("a", 30)
+    await bench.until_sampled(request, 5)
+    await bench.engine.commit(publish(bench.channel, reference("llama", seed=7), 2))
+    got = await task
+    first = got.policy_versions.tolist().count(1)
+    assert 5 <= first < 30 and got.policy_versions.tolist() == [1] * first + [2] * (30 - first)
+    await bench.engine.close()
+
+
 async def test_with_keep_and_recompute_a_generation_goes_on_under_the_new_adapter():
     for rule in ("keep", "recompute"):
         bench = Bench(kv_on_swap=rule)

@@ -11,6 +11,7 @@ import pytest
 
 from headrace.errors import ModelError, PartFailed, RequestRefused, StaleTicket
 from headrace.exchange.channels.in_process import InProcessChannel
+from headrace.types import NO_VERSION
 from rollout.engines.engine_models import (
     END,
     VOCAB,
@@ -366,3 +367,37 @@ async def test_keys_and_values_of_another_model_are_not_taken(tmp_path):
     assert (await one.generate(again)).token_ids.size == 30 and (await one.stats()).recomputed_tokens == before
     await one.close()
     await other.close()
+
+
+def _without(tensors):
+    del tensors["model.layers.1.mlp.down_proj.weight"]
+
+
+def _with_more(tensors):
+    tensors["model.layers.9.mlp.down_proj.weight"] = tensors["model.norm.weight"]
+
+
+def _shorter(tensors):
+    name = "model.layers.0.self_attn.k_proj.weight"
+    tensors[name] = tensors[name][:-1]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma"])
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (_without, r"missing \['model\.layers\.1\.mlp\.down_proj"),
+        (_with_more, r"unknown \['model\.layers\.9"),
+        (_shorter, "k_proj.weight has shape"),
+    ],
+)
+async def test_weights_of_another_shape_are_refused_before_anything_reads_them(family, spoil, said):
+    channel = InProcessChannel()
+    engine = build_engine(folder=folder_of(family), channel=channel)
+    tensors = dict(reference(family, seed=3).state_dict())
+    spoil(tensors)
+    with pytest.raises(ModelError, match=said):
+        await engine.prepare(channel.publish(list(tensors.items()), 1))
+    got = await engine.generate(ask(prompt_of(5), "a", **endless(6)))
+    assert set(got.policy_versions.tolist()) == {NO_VERSION} and np.isfinite(got.logprobs).all()
+    await engine.close()

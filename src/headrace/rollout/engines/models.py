@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,18 +104,24 @@ class ModelPlan:
         return model
 
 
+def check_fit(tensors: Mapping[str, Any], shapes: Mapping[str, Any], may_be_missing: Collection[str] = ()) -> None:
+    """Whether published tensors are all those of a model, in its shapes: nothing that reads them may run past their end."""
+    missing, unknown = sorted(set(shapes) - set(tensors) - set(may_be_missing)), sorted(set(tensors) - set(shapes))
+    if missing or unknown:
+        raise ModelError(f"published weights do not fit the model: missing {missing[:3]}, unknown {unknown[:3]}")
+    for name, tensor in tensors.items():
+        if shapes[name] != tensor.shape:
+            raise ModelError(f"published {name} has shape {tuple(tensor.shape)}, the model {tuple(shapes[name])}")
+
+
 def copy_into(model: Any, tensors: Any) -> None:
     """Write named tensors over a model's own. Tied names may be missing; any other difference is an error."""
     own = model.state_dict()
     tied = {
         name for name in own if any(own[name].data_ptr() == own[given].data_ptr() for given in tensors if given in own)
     }
-    missing, unknown = sorted(set(own) - set(tensors) - tied), sorted(set(tensors) - set(own))
-    if missing or unknown:
-        raise ModelError(f"published weights do not fit the model: missing {missing[:3]}, unknown {unknown[:3]}")
+    check_fit(tensors, {name: tensor.shape for name, tensor in own.items()}, tied)
     for name, tensor in tensors.items():
-        if own[name].shape != tensor.shape:
-            raise ModelError(f"published {name} has shape {tuple(tensor.shape)}, the model {tuple(own[name].shape)}")
         own[name].copy_(tensor)
 
 

@@ -339,7 +339,11 @@ class NativeCore(Core):
     def _finish_on(self, before: tuple[int, Any]) -> None:
         """What has keys and values stays with the adapter that made them, unless that is too old by now."""
         having = [*self.running, *(one for one in self.waiting if one.saved is not None)]
-        if isinstance(before[1], AdaptedWeights):
+        if not isinstance(self.weights, AdaptedWeights):
+            # Another base: no pass has rows of both.
+            for sequence in having:
+                sequence.under = None
+        elif isinstance(before[1], AdaptedWeights):
             for sequence in having:
                 sequence.under = sequence.under or before
         versions = sorted({one.under[0] for one in having if one.under is not None})

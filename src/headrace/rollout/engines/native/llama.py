@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from headrace.errors import ModelError
+from headrace.rollout.engines.models import check_fit
 from headrace.rollout.engines.native.attention import KeyValues, Pass, attend, attend_stretch
 from headrace.rollout.engines.native.linear import FORMS, Linear
 
@@ -37,6 +37,8 @@ class LlamaShape:
     dtype: torch.dtype
     tied: bool
     """The output head is the embedding, whether or not it is published twice."""
+    published: Mapping[str, torch.Size]
+    """Names and shapes of a publication."""
 
 
 def fits(config: Any) -> bool:
@@ -66,6 +68,7 @@ def shape_of(model: Any, context_length: int) -> LlamaShape:
         sin=_signed(sin[0]).to(model.dtype),
         dtype=model.dtype,
         tied=bool(config.tie_word_embeddings),
+        published={name: tensor.shape for name, tensor in model.state_dict().items()},
     )
 
 
@@ -228,16 +231,12 @@ def build(
     product = FORMS[form]
     weights = LlamaWeights(shape)
     weights.memory = spare.memory if spare is not None else {}
-    used: set[str] = set()
+    check_fit(tensors, shape.published, ("lm_head.weight",) if shape.tied else ())
 
     def take(*names: str, optional: bool = False) -> torch.Tensor | None:
-        found = [tensors[name] for name in names if name in tensors]
-        if len(found) != len(names):
-            if optional and not found:
-                return None
-            missing = [name for name in names if name not in tensors]
-            raise ModelError(f"published weights do not fit the model: missing {missing}")
-        used.update(names)
+        if optional and names[0] not in tensors:
+            return None
+        found = [tensors[name] for name in names]
         size = (sum(part.shape[0] for part in found), *found[0].shape[1:])
         memory = weights.memory.get(names[0])
         if memory is None or memory.shape != size:
@@ -270,7 +269,4 @@ def build(
     weights.embedding = take("model.embed_tokens.weight")
     weights.norm = take("model.norm.weight")
     weights.head = product(weights.embedding if shape.tied else take("lm_head.weight"))
-    unknown = sorted(set(tensors) - used - {"lm_head.weight"})
-    if unknown:
-        raise ModelError(f"published weights do not fit the model: unknown {unknown[:3]}")
     return weights
