@@ -312,10 +312,10 @@ MUTANTS = [
     ),
     Mutant(
         "each part of a pass runs with all threads",
-        "rollout/engines/driver.py",
-        "    _use_threads(1)\n    return call()",
+        "cores.py",
+        "    use_threads(1)\n    return call()",
         "    return call()",
-        ("tests/rollout/engines/test_parts.py",),
+        ("tests/test_cores.py",),
     ),
     Mutant(
         "saved keys come back as values",

@@ -29,6 +29,17 @@ async def device(algorithm=AlgorithmConfig(), policy=PolicyConfig(hidden=(8,)), 
     return made
 
 
+def acted_out(made: ControlDevice, batch: StepBatch) -> SharedPass:
+    """The passes of all steps of a batch, as an actor in the trainer's process leaves them."""
+    shared = made.shared = made.shared or SharedPass()
+    shared.network = made._network
+    shown = torch.from_numpy(batch.observations["obs"])
+    shared.keep(
+        shared.changes, [shared.evaluate({"obs": shown[t]}) for t in range(len(batch.rewards))], batch.behavior_logprobs
+    )
+    return shared
+
+
 def steps(seed=0, count=6, length=5, valid=True, memory=0) -> StepBatch:
     rng = np.random.default_rng(seed)
     done = rng.random((length, count)) < 0.3
@@ -99,6 +110,25 @@ async def test_chunks_add_up_to_the_whole_gradient(kind, monkeypatch):
         results.append((made._flat.values.clone(), {name: stat.mean for name, stat in metrics.items()}))
     torch.testing.assert_close(results[0][0], results[1][0], atol=1e-6, rtol=1e-5)
     assert results[0][1] == pytest.approx(results[1][1], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("shared", ["yes", "no"])
+@pytest.mark.parametrize(("kept", "minibatches"), [(True, 1), (False, 1), (False, 3)])
+async def test_shares_of_all_cores_add_up_to_the_same_gradient_again_and_again(monkeypatch, kept, shared, minibatches):
+    monkeypatch.setattr(module, "CHUNK_ROWS", 7)
+    monkeypatch.setattr(module, "ROWS_WORTH_A_CORE", 1)
+    batch, results = steps(seed=3), []
+    for cores in (1, 3, 3):
+        made = await device(minibatches=minibatches, policy=PolicyConfig(hidden=(8,), shared=shared))
+        torch.set_num_threads(cores)
+        if kept:
+            acted_out(made, batch)
+        metrics = await made.update(batch)
+        results.append((made._flat.values.clone(), {name: stat.mean for name, stat in metrics.items()}))
+        torch.set_num_threads(1)
+    torch.testing.assert_close(results[0][0], results[1][0], atol=1e-6, rtol=1e-5)
+    assert results[0][1] == pytest.approx(results[1][1], rel=1e-4, abs=1e-6)
+    assert torch.equal(results[1][0], results[2][0]), "shares are added up in their order"
 
 
 async def test_one_update_equals_the_same_by_the_calls_of_every_backend():
@@ -201,15 +231,7 @@ async def test_the_pass_that_acted_teaches_as_one_of_the_trainers_own(kind, monk
     """Same weights; and a pass of other steps, or from before an update, is not taken."""
     algorithm, batch = AlgorithmConfig(kind=kind), steps(seed=3)
     alone, sharing = await device(algorithm), await device(algorithm)
-    shared = sharing.shared = SharedPass()
-    shared.network = sharing._network
-
-    def act() -> None:
-        shown = torch.from_numpy(batch.observations["obs"])
-        passes = [shared.evaluate({"obs": shown[t]}) for t in range(len(batch.rewards))]
-        shared.keep(shared.changes, passes, batch.behavior_logprobs)
-
-    act()
+    shared = acted_out(sharing, batch)
     with monkeypatch.context() as patch:
         patch.setattr(sharing, "_forward", None)
         one, other = await alone.update(batch), await sharing.update(batch)
@@ -219,8 +241,8 @@ async def test_the_pass_that_acted_teaches_as_one_of_the_trainers_own(kind, monk
     for mine, theirs in zip(alone._network.parameters(), sharing._network.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-5)
 
-    act()
+    acted_out(sharing, batch)
     assert shared.take(batch.behavior_logprobs + 1) is None
-    act()
+    acted_out(sharing, batch)
     shared.changes += 1
     assert shared.take(batch.behavior_logprobs) is None

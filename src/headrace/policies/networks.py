@@ -221,6 +221,11 @@ class PolicyNetwork(nn.Module):
     def recurrent(self) -> bool:
         return self.core is not None
 
+    @property
+    def values_apart(self) -> bool:
+        """Whether acting computes nothing that values need."""
+        return self.value_encoder is not None
+
     def initial_state(self, count: int) -> State:
         """Zeros for so many environments; empty without a memory."""
         if self.core is None:
@@ -297,7 +302,7 @@ class PolicyNetwork(nn.Module):
 class UserNetwork(nn.Module):
     """A user's own nn.Module behind the same methods; it has no memory and keeps no normaliser."""
 
-    recurrent = False
+    recurrent = values_apart = False
     value_mean: Tensor
     value_std: Tensor
 

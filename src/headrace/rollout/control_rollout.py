@@ -15,7 +15,7 @@ import torch
 
 from headrace.errors import HeadraceError, PartFailed, RolloutDropped
 from headrace.policies.config import PolicyConfig
-from headrace.policies.shared_pass import SharedPass
+from headrace.policies.shared_pass import Passes, SharedPass
 from headrace.policies.spaces import Spaces
 from headrace.protocols import Lease, TrajectoryRequest, WeightChannel, WorkerContext
 from headrace.rollout.acting import TURN_S, Acting, mix_seed, refuse_what_is_not_finite
@@ -230,9 +230,7 @@ class Recording:
         self.returns: list[Array] = []
         self.lengths: list[Array] = []
         self.initial_state: dict[str, Array] = {}
-        self.passes: list[
-            tuple[torch.Tensor, torch.Tensor]
-        ] = []  # outputs and values with their graph, if they are shared
+        self.passes: Passes = []  # if they are shared
         self._ended: list[tuple[int, Array, dict[str, Array]]] = []
 
     def show(self, t: int, observations: dict[str, Array]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -29,7 +30,7 @@ class FlatParameters:
             self.offsets.append(self.offsets[-1] + -(-p.numel() // ALIGNMENT) * ALIGNMENT)
         self.values = torch.zeros(self.offsets[-1], dtype=first.dtype, device=first.device)
         self.grads = torch.zeros_like(self.values)
-        self._parameters = parameters
+        self.parameters = parameters
         for p, start in zip(parameters, self.offsets[:-1], strict=True):
             view = self.values[start : start + p.numel()].view(p.shape)
             view.copy_(p.data)
@@ -39,18 +40,24 @@ class FlatParameters:
 
     def bind_grads(self) -> None:
         """Make the parameters' gradients views of `grads`."""
-        for p, start in zip(self._parameters, self.offsets[:-1], strict=True):
+        for p, start in zip(self.parameters, self.offsets[:-1], strict=True):
             p.grad = self.grads[start : start + p.numel()].view(p.shape)
 
     def release_grads(self) -> None:
         """Give the gradients' memory back; nothing may be accumulated until `allocate_grads`."""
-        for p in self._parameters:
+        for p in self.parameters:
             p.grad = None
         self.grads = self.values.new_empty(0)
 
     def allocate_grads(self) -> None:
         self.grads = torch.zeros_like(self.values)
         self.bind_grads()
+
+    def add(self, gradients: Sequence[Tensor | None]) -> None:
+        """To the gradients; None where a parameter has none."""
+        for p, gradient in zip(self.parameters, gradients, strict=True):
+            if gradient is not None:
+                p.grad.add_(gradient)  # type: ignore[union-attr]
 
     def load(self) -> None:
         """Take over weights that were written into the model's parameters."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.exchange.channels.in_process import InProcessChannel
-from headrace.rollout.engines.driver import Crew
 from headrace.rollout.engines.native import batches, kernels, llama
 from headrace.rollout.engines.native.batches import share_out
 from rollout.engines.engine_models import ask, build_engine, build_model, endless, folder_of, prompt_of, publish, until
@@ -92,43 +90,6 @@ async def test_sleep_gives_the_memory_of_keys_and_values_back():
     await engine.close()
 
 
-def test_a_part_that_fails_fails_the_pass_after_the_others_ended():
-    ended = []
-
-    def slow():
-        threading.Event().wait(0.05)
-        ended.append(True)
-
-    def broken():
-        raise ValueError("this part")
-
-    with pytest.raises(ValueError, match="this part"):
-        Crew().run([broken, slow])
-    assert ended
-
-
-def test_a_thread_keeps_its_number_whatever_others_set_before_it_asks():
-    from headrace.rollout.engines.driver import _use_threads
-
-    before, found, set_ = torch.get_num_threads(), [], threading.Event()
-    go_on = threading.Event()
-
-    def passes():
-        _use_threads(2)
-        set_.set()
-        go_on.wait(10)
-        found.append(torch.get_num_threads())
-
-    thread = threading.Thread(target=passes)
-    thread.start()
-    set_.wait(10)
-    torch.set_num_threads(1)
-    go_on.set()
-    thread.join()
-    torch.set_num_threads(before)
-    assert found == [2]
-
-
 def test_loops_that_cannot_be_compiled_are_replaced_aloud(monkeypatch):
     def full_disk():
         raise OSError("no space left on device")
@@ -144,22 +105,6 @@ def test_loops_that_cannot_be_compiled_are_replaced_aloud(monkeypatch):
 def test_this_machine_runs_compiled_loops():
     llama.steps_for.cache_clear()
     assert isinstance(llama.steps_for(torch.float32), llama.CompiledSteps)
-
-
-def test_parts_have_one_thread_each_and_leave_the_callers_alone():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        crew_ = Crew()
-        assert crew_.run([torch.get_num_threads, torch.get_num_threads]) == [1, 1]
-        assert torch.get_num_threads() == 2
-        fresh = []
-        thread = threading.Thread(target=lambda: fresh.append(torch.get_num_threads()))
-        thread.start()
-        thread.join()
-        assert fresh == [2]
-    finally:
-        torch.set_num_threads(before)
 
 
 @given(pieces=st.lists(st.integers(1, 300), max_size=12), decoding=st.integers(0, 200), cores=st.integers(1, 9))

@@ -8,9 +8,9 @@ import queue
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
+from headrace.cores import use_threads
 from headrace.errors import HeadraceError, PartFailed
 from headrace.protocols import PauseMode, RunningPolicy
 from headrace.rollout.engines.core import Core
@@ -121,11 +121,11 @@ class EngineDriver:
 
     def _prepare_beside(self, ticket: WeightTicket) -> Any:
         """While passes go on: on one core, or theirs would wait for each other at the end of every product."""
-        _use_threads(min(self.threads, 1))
+        use_threads(min(self.threads, 1))
         try:
             return self.core.prepare_weights(ticket)
         finally:
-            _use_threads(self.threads)
+            use_threads(self.threads)
 
     def _weights_lock(self) -> asyncio.Lock:
         """One prepare or commit at a time. Made at the first use, inside the loop that it belongs to."""
@@ -244,7 +244,7 @@ class EngineDriver:
 
     def _work(self) -> None:
         """The thread: commands first, then a pass, for ever."""
-        _use_threads(self.threads)
+        use_threads(self.threads)
         while True:
             try:
                 idle = not (self._failure is None and self.core.ready)
@@ -286,42 +286,6 @@ class EngineDriver:
             waiters, self._drain_waiters = self._drain_waiters, []
             for wake in waiters:
                 wake()
-
-
-class Crew:
-    """As many threads as the caller may use, with a core each, that run parts of a pass. They end with it."""
-
-    def __init__(self) -> None:
-        self._pool: ThreadPoolExecutor | None = None
-
-    def run(self, calls: list[Callable[[], T]]) -> list[T]:
-        """All results, in order; the first failure, once all have ended."""
-        return self._side_by_side(calls) if len(calls) > 1 else [calls[0]()]
-
-    def _side_by_side(self, calls: list[Callable[[], T]]) -> list[T]:
-        import torch
-
-        own = torch.get_num_threads()
-        self._pool = self._pool or ThreadPoolExecutor(own, "part")
-        futures = [self._pool.submit(_on_one_core, call) for call in calls]
-        wait(futures)
-        torch.set_num_threads(own)  # threads that begin later begin with what was said last, by whichever thread
-        return [future.result() for future in futures]
-
-
-def _on_one_core(call: Callable[[], T]) -> T:
-    _use_threads(1)
-    return call()
-
-
-def _use_threads(count: int) -> None:
-    """Threads of the products that the calling thread runs; 0 leaves them as they are."""
-    if count:
-        import torch
-
-        # A thread's first question settles its number at what any thread set last; after it only the thread itself does.
-        torch.get_num_threads()
-        torch.set_num_threads(count)
 
 
 def _resolve(future: asyncio.Future[None]) -> None:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.cores import Crew
 from headrace.errors import ConfigError, RunDirError
 from headrace.policies.config import PolicyConfig
 from headrace.policies.distributions import distribution_of
 from headrace.policies.networks import build_network
-from headrace.policies.shared_pass import SharedPass
+from headrace.policies.shared_pass import Passes, SharedPass
 from headrace.policies.spaces import Spaces
 from headrace.protocols import Annotation, WeightChannel, WorkerContext
 from headrace.training import checkpoint_folder
@@ -28,8 +30,12 @@ from headrace.types import Array, Metrics, Stat, StepBatch
 
 CHUNK_ROWS, CHUNK_NUMBERS = 4096, 2**22
 """In one forward and backward pass: at most so many rows, and rows of so many numbers (an image has thousands)."""
+ROWS_WORTH_A_CORE = 1024
+Part = Tensor | slice
 Forward = tuple[Tensor, Tensor, Tensor]
 """[M] log-probabilities, entropies and values, with their graph."""
+Chunk = tuple[Part, Forward | None]
+"""Rows that are worked on at once, and their forward pass if it was made."""
 
 
 def build_control_device(
@@ -66,6 +72,7 @@ class ControlDevice(PolicyDevice):
         self._distribution = distribution_of(spaces.action, self._policy.squash)
         self._network = build_network(spaces, self._policy, self._distribution.size, self._seed).to(device)
         self._flat = FlatParameters(self._network)
+        self._crew = Crew()
         total = self._training.steps * self._training.epochs * self._training.minibatches
         self._optimizer = FlatAdamW(self._flat, self._training.optimizer, total)
         self._shuffle = torch.Generator(device).manual_seed(self._seed)
@@ -93,11 +100,11 @@ class ControlDevice(PolicyDevice):
         """One step on the whole batch: its forward pass serves the values that credit is made of, too; and if the batch
         was acted out in this process by this network, that pass is there already."""
         kept = self.shared.take(batch.behavior_logprobs) if self.shared is not None else None
-        if kept is not None:
-            made = [(slice(None), (*self._distribution.logprobs_and_entropy(kept[0], rows.actions), kept[1]))]
-        else:
-            made = [(chunk, self._forward(rows, chunk)) for chunk in rows.chunks(slice(None))]
-        logprobs, values = (torch.cat([forward[i].detach() for _, forward in made]) for i in (0, 2))
+        forward = partial(self._forward, rows) if kept is None else partial(self._forward_kept, rows, kept)
+        shares = rows.shares(slice(None), 1 if kept is None else rows.count)
+        made = self._crew.run([partial(_of_each, forward, share) for share in shares])
+        passes = [found for share in made for _, found in share]
+        logprobs, values = (torch.cat([found[i].detach() for found in passes]) for i in (0, 2))
         rows.fill(self._credit(batch, rows, values, logprobs))
         metrics = self._gradient(rows, slice(None), made)
         return Updates([metrics], self._step())
@@ -118,7 +125,7 @@ class ControlDevice(PolicyDevice):
                     found.metrics[name] = found.metrics[name] + stat if name in found.metrics else stat
         return found
 
-    def _forward(self, rows: Rows, part: Tensor | slice) -> Forward:
+    def _forward(self, rows: Rows, part: Part) -> Forward:
         """[M] log-probabilities, entropies and values of rows, or of the rows of whole sequences with a memory."""
         if self._network.recurrent:
             outputs, values, _ = self._network.unroll(*rows.sequences(part))  # type: ignore[operator]
@@ -127,35 +134,52 @@ class ControlDevice(PolicyDevice):
             outputs, values = self._network.evaluate(rows.shown(part))
         return *self._distribution.logprobs_and_entropy(outputs, rows.actions[part]), values
 
-    def _gradient(
-        self, rows: Rows, part: Tensor | slice, made: Iterable[tuple[Tensor | slice, Forward]] | None = None
-    ) -> dict[str, Tensor]:
-        """Add the gradient of one minibatch, chunk by chunk: what a chunk keeps for its backward pass fits the caches.
-        made: chunks with their forward passes, if there are such"""
+    def _forward_kept(self, rows: Rows, kept: Passes, part: slice) -> Forward:
+        """The same of whole steps, from the passes that acted; only values that acting had no use for are computed here."""
+        outputs, values = zip(*kept[part.start // rows.count : part.stop // rows.count], strict=True)
+        found = self._network.values(rows.shown(part)) if values[0] is None else torch.cat(values)
+        return *self._distribution.logprobs_and_entropy(torch.cat(outputs), rows.actions[part]), found
+
+    def _gradient(self, rows: Rows, part: Part, made: Sequence[Sequence[Chunk]] | None = None) -> dict[str, Tensor]:
+        """Add the gradient of one minibatch. made: a share of its chunks for each core"""
         if self._network.recurrent:
             forward, part = self._forward(rows, part), rows.rows_of(part)
-            made = [(part, forward)]
+            made = [[(part, forward)]]
         elif made is None:
-            made = ((chunk, self._forward(rows, chunk)) for chunk in rows.chunks(part))
+            made = [[(chunk, None) for chunk in share] for share in rows.shares(part)]
         weights = rows.weights[part]
         shift, scale = torch.zeros(()), torch.ones(())
         if self._algorithm.normalise_advantages:
             shift, scale = spread(rows.advantages[part], weights)
-        count, total = weights.sum(), None
-        for chunk, forward in made:
-            inputs = self._inputs(rows, chunk, forward, (rows.advantages[chunk] - shift) / scale, count)
-            loss, metrics = step_loss(inputs, self._algorithm)
-            loss.backward()
-            total = metrics if total is None else _joined(total, metrics)
-        assert total is not None
-        return total
+        rows.normalised = (rows.advantages - shift) / scale
+        share = partial(self._gradient_of_share, rows, weights.sum(), len(made) == 1)
+        found = self._crew.run([partial(share, chunks) for chunks in made])
+        for _, gradients in found:
+            self._flat.add(gradients)
+        return reduce(_joined, (metrics for metrics, _ in found))
+
+    def _gradient_of_share(
+        self, rows: Rows, count: Tensor, alone: bool, share: Sequence[Chunk]
+    ) -> tuple[dict[str, Tensor], list[Tensor | None]]:
+        """Chunk by chunk: what a chunk keeps for its backward pass fits the caches. Shares that run side by side do not add
+        to the same memory, and are added up in their order, so a seeded run repeats."""
+        metrics, gradients = [], [None] * len(self._flat.parameters)
+        for chunk, forward in share:
+            inputs = self._inputs(rows, chunk, forward or self._forward(rows, chunk), count)
+            loss, found = step_loss(inputs, self._algorithm)
+            metrics.append(found)
+            if alone:
+                loss.backward()
+            else:
+                more = torch.autograd.grad(loss, self._flat.parameters, allow_unused=True)
+                gradients = [_sum(one, other) for one, other in zip(gradients, more, strict=True)]
+        return reduce(_joined, metrics), gradients
 
     def _inputs(
         self,
         rows: Rows,
-        part: Tensor | slice,
+        part: Part,
         forward: Forward,
-        advantages: Tensor,
         count: Tensor,
     ) -> StepLossInputs:
         mean, std = self._network.value_mean, self._network.value_std
@@ -164,7 +188,7 @@ class ControlDevice(PolicyDevice):
             entropies=forward[1],
             values=forward[2],
             behavior_logprobs=rows.behavior_logprobs[part],
-            advantages=advantages,
+            advantages=rows.normalised[part],
             targets=(rows.targets[part] - mean) / std,
             old_values=(rows.values[part] - mean) / std if self._algorithm.value_clip else None,
             weights=rows.weights[part],
@@ -336,32 +360,37 @@ class Rows:
             for a in (values, credit.advantages, credit.targets)
         )
 
-    def minibatches(self, parts: int, generator: torch.Generator, whole_sequences: bool) -> Sequence[Tensor | slice]:
+    def minibatches(self, parts: int, generator: torch.Generator, whole_sequences: bool) -> Sequence[Part]:
         """Indices of rows, or of whole sequences for a network with a memory, in a new order."""
         if parts == 1 and not whole_sequences:
             return [slice(None)]
         size = self.count if whole_sequences else self.steps * self.count
         return torch.randperm(size, generator=generator, device=generator.device).tensor_split(parts)
 
-    def shown(self, part: Tensor | slice) -> dict[str, Tensor]:
+    def shown(self, part: Part) -> dict[str, Tensor]:
         """Leaves [M, ...] of some rows. Whole rows are copied at a time, which indexing with a tensor would not do."""
         chosen = (lambda leaf: leaf[part]) if isinstance(part, slice) else (lambda leaf: leaf.index_select(0, part))
         return {name: chosen(leaf) for name, leaf in self.observations.items()}
 
-    def chunks(self, part: Tensor | slice) -> Sequence[Tensor | slice]:
-        """Rows in pieces of `CHUNK_ROWS`, or fewer if a row has many numbers."""
+    def shares(self, part: Part, whole: int = 1) -> list[list[Part]]:
+        """For each core its chunks: `CHUNK_ROWS` rows, or fewer if a row has many numbers or there are more cores than
+        chunks; rows come in wholes of `whole`."""
         size = sum(leaf[0].numel() for leaf in self.observations.values())
-        rows = min(CHUNK_ROWS, max(CHUNK_NUMBERS // size, 64))
-        if isinstance(part, Tensor):
-            return part.split(rows)
-        return [slice(first, first + rows) for first in range(0, self.steps * self.count, rows)]
+        most = min(CHUNK_ROWS, max(CHUNK_NUMBERS // size, 64))
+        total = len(part) if isinstance(part, Tensor) else self.steps * self.count
+        cores = max(1, min(torch.get_num_threads(), total // ROWS_WORTH_A_CORE))
+        rows = -(-min(most, -(-total // cores)) // whole) * whole
+        chunks = [slice(first, min(first + rows, total)) for first in range(0, total, rows)]
+        chunks = [part[chunk] for chunk in chunks] if isinstance(part, Tensor) else chunks
+        each = -(-len(chunks) // cores)
+        return [chunks[first : first + each] for first in range(0, len(chunks), each)]
 
-    def sequences(self, part: Tensor | slice) -> tuple[dict[str, Tensor], Tensor, dict[str, Tensor]]:
+    def sequences(self, part: Part) -> tuple[dict[str, Tensor], Tensor, dict[str, Tensor]]:
         """Leaves [T, B', ...], resets [T, B'], states [B', ...] of some of the environments."""
         leaves = {name: leaf[:-1][:, part] for name, leaf in self.leaves.items()}
         return leaves, self._resets[:, part], {name: state[part] for name, state in self._initial.items()}
 
-    def rows_of(self, part: Tensor | slice) -> Tensor:
+    def rows_of(self, part: Part) -> Tensor:
         """[T*B'] rows of whole sequences, time first."""
         chosen = torch.arange(self.count)[part]
         return (torch.arange(self.steps)[:, None] * self.count + chosen).flatten()
@@ -388,6 +417,14 @@ def spread(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     deviation = (((values - mean).square() * weights).sum() / (count - 1).clamp(min=1.0)).sqrt()
     known = (count > 1) & (deviation > 0)
     return torch.where(known, mean, 0.0), torch.where(known, deviation + 1e-8, 1.0)
+
+
+def _of_each(forward: Callable[[Part], Forward], chunks: Sequence[Part]) -> list[Chunk]:
+    return [(chunk, forward(chunk)) for chunk in chunks]
+
+
+def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    return (other if one is None else one) if one is None or other is None else one + other
 
 
 def _joined(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,8 +1,6 @@
 """Turns sequences and the pieces of them that are due into the arrays of one forward pass, or of its parts.
 
-Threads inside each product meet at its end, a few hundred times a pass, and whoever is held up for a moment holds up all.
-Parts of a pass, each with some of its rows and a core of its own, meet once. They pay by reading the weights once each, so a
-pass of few rows stays whole.
+Parts of a pass, side by side (`cores`), read all weights once each, so a pass of few rows stays whole.
 """
 
 from __future__ import annotations

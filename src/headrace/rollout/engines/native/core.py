@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from headrace.cores import Crew
 from headrace.protocols import RunningPolicy, WorkerContext
 from headrace.rollout.config import EngineConfig
 from headrace.rollout.engines.core import Core
-from headrace.rollout.engines.driver import Crew
 from headrace.rollout.engines.models import ModelFacts
 from headrace.rollout.engines.native.adapters import AdaptedWeights, base_of, newest_first, older_rows, read_adapter
 from headrace.rollout.engines.native.attention import KeyValues, Pass

@@ -1,0 +1,61 @@
+"""Parts of one work have a core each, and leave the caller's threads as they were."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from headrace.cores import Crew, use_threads
+
+
+def test_a_part_that_fails_fails_the_whole_after_the_others_ended():
+    ended = []
+
+    def slow():
+        threading.Event().wait(0.05)
+        ended.append(True)
+
+    def broken():
+        raise ValueError("this part")
+
+    with pytest.raises(ValueError, match="this part"):
+        Crew().run([broken, slow])
+    assert ended
+
+
+def test_a_thread_keeps_its_number_whatever_others_set_before_it_asks():
+    before, found, set_ = torch.get_num_threads(), [], threading.Event()
+    go_on = threading.Event()
+
+    def passes():
+        use_threads(2)
+        set_.set()
+        go_on.wait(10)
+        found.append(torch.get_num_threads())
+
+    thread = threading.Thread(target=passes)
+    thread.start()
+    set_.wait(10)
+    torch.set_num_threads(1)
+    go_on.set()
+    thread.join()
+    torch.set_num_threads(before)
+    assert found == [2]
+
+
+def test_parts_have_one_thread_each_and_leave_the_callers_alone():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        crew_ = Crew()
+        assert crew_.run([torch.get_num_threads, torch.get_num_threads]) == [1, 1]
+        assert torch.get_num_threads() == 2
+        fresh = []
+        thread = threading.Thread(target=lambda: fresh.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        assert fresh == [2]
+    finally:
+        torch.set_num_threads(before)
