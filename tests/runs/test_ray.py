@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import threading
 import time
@@ -29,10 +30,18 @@ class Killer(threading.Thread):
         self.start()
 
     def run(self) -> None:
+        try:
+            self.kill_all()
+        except BaseException:
+            _thread.interrupt_main()  # nothing else would end a run that is to be killed
+            raise
+
+    def kill_all(self) -> None:
         self.wait(lambda: self.steps() >= self.after)
         self.kill("engine-0")
         if self.trainer:
-            self.wait(lambda: "engine-0 is replaced" in (self.folder / "messages.txt").read_text())
+            messages = self.folder / "messages.txt"
+            self.wait(lambda: messages.exists() and "engine-0 is replaced" in messages.read_text())
             steps = self.steps()
             self.wait(lambda: self.steps() >= steps + 30)
             self.kill("trainer")
