@@ -138,7 +138,7 @@ async def main() -> None:
     if given.torch:
         from headrace.rollout.engines.native import llama
 
-        llama.steps_for = lambda dtype: llama.TorchSteps()
+        llama.steps_for = lambda *shape: llama.TorchSteps()
     vocab = SHAPES[given.size]["vocab_size"]
     for count in given.requests:
         await generate_all(made, requests_of(count, vocab, 10_000))

@@ -385,12 +385,15 @@ def _check_control(config: RunConfig, only: Only | None) -> None:
     if batched and (env.mode, env.autoreset) != ("auto", "auto"):
         key = "mode" if env.mode != "auto" else "autoreset"
         raise ConfigError(f"env.{key}", f'found "{getattr(env, key)}" with {env.id!r}, which has its own; use auto')
-    parts = env.count * config.training.groups
-    if policy.recurrent != "none" and config.training.minibatches > parts:
+    whole = policy.recurrent != "none"
+    parts = env.count * config.training.groups * (1 if whole else env.steps)
+    if config.training.minibatches > parts:
+        cut = (
+            "between environments with policy.recurrent: env.count" if whole else "between steps: env.count * env.steps"
+        )
         raise ConfigError(
             "training.minibatches",
-            f"found {config.training.minibatches} with policy.recurrent, whose batches are cut between environments: use at "
-            f"most env.count * training.groups = {parts}",
+            f"found {config.training.minibatches}, and a batch is cut {cut} * training.groups = {parts}; use at most so many",
         )
     if env.device != "cpu" and not stays_on_device(config):
         raise ConfigError(

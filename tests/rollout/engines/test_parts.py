@@ -29,11 +29,11 @@ def crowd(seed=0):
 @pytest.fixture
 def forms(monkeypatch):
     """A function that makes all later passes run in one way."""
-    before = torch.get_num_threads()
+    before, compiled = torch.get_num_threads(), llama.steps_for
 
     def use(form: str) -> None:
-        steps = llama.TorchSteps() if form == "torch" else llama.CompiledSteps(kernels)
-        monkeypatch.setattr(llama, "steps_for", lambda dtype: steps)
+        steps = llama.TorchSteps() if form == "torch" else None
+        monkeypatch.setattr(llama, "steps_for", (lambda *shape: steps) if steps else compiled)
         monkeypatch.setattr(batches, "_ROWS_WORTH_A_CORE", 1 if form == "parts" else 10_000)
         torch.set_num_threads(2)
 
@@ -91,20 +91,20 @@ async def test_sleep_gives_the_memory_of_keys_and_values_back():
 
 
 def test_loops_that_cannot_be_compiled_are_replaced_aloud(monkeypatch):
-    def full_disk():
+    def full_disk(*shape):
         raise OSError("no space left on device")
 
     monkeypatch.setattr(kernels, "compile_all", full_disk)
     llama.steps_for.cache_clear()
     with pytest.warns(UserWarning, match="slower.*no space left"):
-        assert isinstance(llama.steps_for(torch.float32), llama.TorchSteps)
+        assert isinstance(llama.steps_for(torch.float32, 8, 1), llama.TorchSteps)
     llama.steps_for.cache_clear()
-    assert isinstance(llama.steps_for(torch.bfloat16), llama.TorchSteps)
+    assert isinstance(llama.steps_for(torch.bfloat16, 8, 1), llama.TorchSteps)
 
 
 def test_this_machine_runs_compiled_loops():
     llama.steps_for.cache_clear()
-    assert isinstance(llama.steps_for(torch.float32), llama.CompiledSteps)
+    assert isinstance(llama.steps_for(torch.float32, 8, 1), llama.CompiledSteps)
 
 
 @given(pieces=st.lists(st.integers(1, 300), max_size=12), decoding=st.integers(0, 200), cores=st.integers(1, 9))
@@ -132,7 +132,7 @@ def test_exponentials_are_right_over_their_range():
 
 @pytest.mark.parametrize("spoilt", [float("nan"), float("inf")])
 def test_what_is_not_a_number_stays_none(spoilt):
-    steps = llama.CompiledSteps(kernels)
+    steps = llama.CompiledSteps(kernels, 8, 1)
     x = torch.zeros(2, 8)
     x[1, 3] = spoilt
     normed = steps.norm(x, torch.zeros(2, 8), torch.ones(8), 1e-5)
@@ -144,5 +144,6 @@ def test_what_is_not_a_number_stays_none(spoilt):
     kept[2] = spoilt
     out = np.zeros((2, 8), np.float32)
     tables, lengths = np.array([[0, 1], [0, 2]]), np.array([2, 2])
-    kernels.attend(qkv, 0, tables, lengths, kept, kept, np.float32(1.0), out)
+    _, attend = kernels.mix_for(8, 1)
+    attend(qkv, 0, tables, lengths, kept, kept, np.float32(1.0), out)
     assert np.isfinite(out[0]).all() and not np.isfinite(out[1]).any()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import queue
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from headrace.cores import use_threads
@@ -40,6 +43,7 @@ class EngineDriver:
         self._failure: Exception | None = None
         self._closed = False
         if not inline:
+            self._beside = ThreadPoolExecutor(1, f"{core.context.name}-weights", partial(_give_way, min(threads, 1)))
             self._thread = threading.Thread(target=self._work, name=f"{core.context.name}-passes", daemon=True)
             self._thread.start()
 
@@ -116,16 +120,9 @@ class EngineDriver:
         if self.inline:
             weights = self.core.prepare_weights(ticket)
         else:
-            weights = await asyncio.to_thread(self._prepare_beside, ticket)
+            work = partial(self.core.prepare_weights, ticket)
+            weights = await asyncio.get_running_loop().run_in_executor(self._beside, work)
         await self._call(lambda: self.core.stage(ticket.version, weights))
-
-    def _prepare_beside(self, ticket: WeightTicket) -> Any:
-        """While passes go on: on one core, or theirs would wait for each other at the end of every product."""
-        use_threads(min(self.threads, 1))
-        try:
-            return self.core.prepare_weights(ticket)
-        finally:
-            use_threads(self.threads)
 
     def _weights_lock(self) -> asyncio.Lock:
         """One prepare or commit at a time. Made at the first use, inside the loop that it belongs to."""
@@ -180,6 +177,7 @@ class EngineDriver:
         if self._thread is not None:
             self._commands.put(None)
             await asyncio.to_thread(self._thread.join)
+            self._beside.shutdown(wait=False)
         if self._pump is not None:
             self._pump.cancel()
         await asyncio.sleep(0)
@@ -286,6 +284,14 @@ class EngineDriver:
             waiters, self._drain_waiters = self._drain_waiters, []
             for wake in waiters:
                 wake()
+
+
+def _give_way(threads: int) -> None:
+    """Of the thread that prepares weights while passes go on: one core, or the products of both would wait for each other, and a
+    third of a pass's share of it, or requests would stand for more than a pass."""
+    use_threads(threads)
+    with contextlib.suppress(OSError, AttributeError):  # threads have priorities of their own on Linux alone
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + 5)
 
 
 def _resolve(future: asyncio.Future[None]) -> None:

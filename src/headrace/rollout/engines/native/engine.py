@@ -63,8 +63,9 @@ def _weights(folder: str, dtype: str, context_length: int, form: str) -> tuple[A
     """The folder's weights, and the function that builds others of the same model."""
     if llama.fits(read_config(folder)):
         model = load_model(folder, dtype, "eager")
-        llama.steps_for(model.dtype)  # compiles, before anybody waits for a token
-        builder = partial(llama.build, llama.shape_of(model, context_length), form)
+        shape = llama.shape_of(model, context_length)
+        llama.steps_for(shape.dtype, shape.head_dim, shape.heads // shape.kv_heads)  # before anybody waits for a token
+        builder = partial(llama.build, shape, form)
         return builder(dict(model.state_dict()), None), builder
     return _generic_weights(folder, dtype, form)
 

@@ -8,13 +8,18 @@ on nothing but its own sequence. Not a number stays not a number: the loops may 
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 _LOOPS = {"cache": True, "nogil": True, "error_model": "numpy", "fastmath": {"reassoc", "contract", "arcp", "nsz"}}
 _f = np.float32
+_AHEAD, _LINE = 6, 16
+"""Keys and values are asked for so many tokens before their turn, a cache line of so many numbers at a time."""
 
 
 @intrinsic
@@ -66,6 +71,24 @@ def gate(gate_up, out):
             out[i, j] = silu * gate_up[i, width + j]
 
 
+@intrinsic
+def _fetch(typing, array, i, j, k):
+    """Ask for the cache line of array[i, j, k], which is read soon."""
+
+    def generate(context, builder, signature, arguments):
+        kind = signature.args[0]
+        where = context.make_array(kind)(context, builder, arguments[0])
+        element = cgutils.get_item_pointer(context, builder, kind, where, arguments[1:])
+        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        prefetch = builder.module.declare_intrinsic(
+            "llvm.prefetch", (byte,), ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        )
+        builder.call(prefetch, [builder.bitcast(element, byte), *(ir.Constant(number, how) for how in (0, 3, 1))])
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.intp, types.intp), generate
+
+
 @njit(inline="always", **_LOOPS)
 def _norm_head(head, weight, eps):
     total = _f(0.0)
@@ -76,80 +99,92 @@ def _norm_head(head, weight, eps):
         head[j] *= scale * weight[j]
 
 
-@njit(**_LOOPS)
-def place(qkv, cos, sin, positions, slots, query_norm, key_norm, eps, keys, values):
-    """Rotate queries in place and write rotated keys, and values, where they are kept.
+@cache
+def mix_for(size: int, shared: int):
+    """The two loops (place, attend) around keys and values, for heads of `size` numbers of which `shared` have one key: with
+    both known, what the inner loops do is written out."""
+    half = size // 2
 
-    qkv: [N, heads + 2 kv_heads, D]; cos, sin: [context, D], the first half of sin negated; positions, slots: [N]
-    query_norm, key_norm: [D] of norms before rotating, or empty; keys, values: [slots, kv_heads, D]
-    """
-    rows, kv_heads, size = qkv.shape[0], keys.shape[1], keys.shape[2]
-    heads, half = qkv.shape[1] - 2 * kv_heads, size // 2
-    for i in range(rows):
-        at, slot = positions[i], slots[i]
-        for h in range(heads + kv_heads):
-            if query_norm.shape[0]:
-                _norm_head(qkv[i, h], query_norm if h < heads else key_norm, eps)
-            for j in range(half):
-                first, second = qkv[i, h, j], qkv[i, h, j + half]
-                turned = first * cos[at, j] + second * sin[at, j]
-                turned_second = second * cos[at, j + half] + first * sin[at, j + half]
-                if h < heads:
-                    qkv[i, h, j], qkv[i, h, j + half] = turned, turned_second
-                else:
-                    keys[slot, h - heads, j], keys[slot, h - heads, j + half] = turned, turned_second
-        values[slot] = qkv[i, heads + kv_heads :]
+    @njit(**_LOOPS)
+    def place(qkv, cos, sin, positions, slots, query_norm, key_norm, eps, keys, values):
+        """Rotate queries in place and write rotated keys, and values, where they are kept.
 
+        qkv: [N, heads + 2 kv_heads, D]; cos, sin: [context, D], the first half of sin negated; positions, slots: [N]
+        query_norm, key_norm: [D] of norms before rotating, or empty; keys, values: [slots, kv_heads, D]
+        """
+        kv_heads = keys.shape[1]
+        heads = kv_heads * shared
+        for i in range(qkv.shape[0]):
+            at, slot = positions[i], slots[i]
+            for h in range(heads + kv_heads):
+                if query_norm.shape[0]:
+                    _norm_head(qkv[i, h], query_norm if h < heads else key_norm, eps)
+                to = qkv[i, h] if h < heads else keys[slot, h - heads]
+                for j in range(half):
+                    first, second = qkv[i, h, j], qkv[i, h, j + half]
+                    to[j] = first * cos[at, j] + second * sin[at, j]
+                    to[j + half] = second * cos[at, j + half] + first * sin[at, j + half]
+            for h in range(kv_heads):
+                for j in range(size):
+                    values[slot, h, j] = qkv[i, heads + kv_heads + h, j]
 
-@njit(**_LOOPS)
-def attend(qkv, first, tables, lengths, keys, values, scale, out):
-    """Attention of decoding rows, each over the slots of its own sequence.
+    @njit(**_LOOPS)
+    def attend(qkv, first, tables, lengths, keys, values, scale, out):
+        """Attention of decoding rows, each over the slots of its own sequence.
 
-    qkv: [N, heads + 2 kv_heads, D] queries in front; first: row of the first that decodes; tables: [R, L] slots
-    lengths: [R] how many of them count; keys, values: [slots, kv_heads, D]; out: [N, heads * D]
-    """
-    kv_heads, size = keys.shape[1], keys.shape[2]
-    heads = out.shape[1] // size
-    shared = heads // kv_heads
-    scores = np.empty((heads, tables.shape[1]), np.float32)
-    mixed = np.empty((heads, size), np.float32)
-    for r in range(lengths.shape[0]):
-        i, length = first + r, lengths[r]
-        for t in range(length):
-            slot = tables[r, t]
-            for k in range(kv_heads):
-                for h in range(k * shared, (k + 1) * shared):
-                    total = _f(0.0)
-                    for j in range(size):
-                        total += qkv[i, h, j] * keys[slot, k, j]
-                    scores[h, t] = total * scale
-        for h in range(heads):
-            most = scores[h, 0]
+        qkv: [N, heads + 2 kv_heads, D] queries in front; first: row of the first that decodes; tables: [R, L] slots
+        lengths: [R] how many of them count; keys, values: [slots, kv_heads, D]; out: [N, heads * D]
+        """
+        kv_heads = keys.shape[1]
+        heads = kv_heads * shared
+        scores = np.empty((heads, tables.shape[1]), np.float32)
+        mixed = np.empty((heads, size), np.float32)
+        for r in range(lengths.shape[0]):
+            i, length = first + r, lengths[r]
             for t in range(length):
-                most = scores[h, t] if scores[h, t] > most else most
-            total = _f(0.0)
+                slot, soon = tables[r, t], tables[r, min(t + _AHEAD, length - 1)]
+                for k in range(kv_heads):
+                    for j in range(0, size, _LINE):
+                        _fetch(keys, soon, k, j)
+                    for h in range(k * shared, (k + 1) * shared):
+                        total = _f(0.0)
+                        for j in range(size):
+                            total += qkv[i, h, j] * keys[slot, k, j]
+                        scores[h, t] = total * scale
+            for h in range(heads):
+                most = scores[h, 0]
+                for t in range(length):
+                    most = scores[h, t] if scores[h, t] > most else most
+                total = _f(0.0)
+                for t in range(length):
+                    weight = _exp(scores[h, t] - most)
+                    scores[h, t] = weight
+                    total += weight
+                for t in range(length):
+                    scores[h, t] /= total
+            mixed[:] = _f(0.0)
             for t in range(length):
-                weight = _exp(scores[h, t] - most)
-                scores[h, t] = weight
-                total += weight
-            for t in range(length):
-                scores[h, t] /= total
-            mixed[h, :] = _f(0.0)
-        for t in range(length):
-            slot = tables[r, t]
-            for k in range(kv_heads):
-                for h in range(k * shared, (k + 1) * shared):
-                    weight = scores[h, t]
-                    for j in range(size):
-                        mixed[h, j] += weight * values[slot, k, j]
-        out[i, :] = mixed.reshape(heads * size)
+                slot, soon = tables[r, t], tables[r, min(t + _AHEAD, length - 1)]
+                for k in range(kv_heads):
+                    for j in range(0, size, _LINE):
+                        _fetch(values, soon, k, j)
+                    for h in range(k * shared, (k + 1) * shared):
+                        weight = scores[h, t]
+                        for j in range(size):
+                            mixed[h, j] += weight * values[slot, k, j]
+            for h in range(heads):
+                for j in range(size):
+                    out[i, h * size + j] = mixed[h, j]
+
+    return place, attend
 
 
-def compile_all() -> None:
+def compile_all(size: int, shared: int) -> None:
     """Before the first pass, each loop on the smallest arrays of the types that passes have."""
-    x, qkv, kept = (np.zeros(shape, np.float32) for shape in ((1, 2), (1, 3, 2), (1, 1, 2)))
+    x, qkv, kept = (np.zeros(shape, np.float32) for shape in ((1, size), (1, shared + 2, size), (1, 1, size)))
     ids, one = np.zeros(1, np.int64), _f(1.0)
     add_norm(x, x.copy(), x[0], one, x.copy())
-    gate(x, np.zeros((1, 1), np.float32))
+    gate(np.zeros((1, 2), np.float32), np.zeros((1, 1), np.float32))
+    place, attend = mix_for(size, shared)
     place(qkv, x, x, ids, ids, x[0, :0], x[0, :0], one, kept, kept.copy())
-    attend(qkv, 0, ids[None], ids + 1, kept, kept.copy(), one, x.copy())
+    attend(qkv, 0, ids[None], ids + 1, kept, kept.copy(), one, np.zeros((1, shared * size), np.float32))

@@ -118,7 +118,7 @@ class LlamaWeights:
     def forward(self, batch: Pass, store: KeyValues) -> torch.Tensor:
         """[R, V] logits of the rows that the pass asks for."""
         s = self.shape
-        steps = steps_for(s.dtype)
+        steps = steps_for(s.dtype, s.head_dim, s.heads // s.kv_heads)
         x = F.embedding(batch.token_ids, self.embedding)
         due = torch.zeros_like(x)
         for index, layer in enumerate(self.layers):
@@ -166,8 +166,9 @@ class TorchSteps:
 class CompiledSteps:
     """The same as loops of `kernels`, for float32 on a processor."""
 
-    def __init__(self, kernels: Any) -> None:
+    def __init__(self, kernels: Any, size: int, shared: int) -> None:
         self._kernels = kernels
+        self._place, self._attend = kernels.mix_for(size, shared)
 
     def norm(self, x: torch.Tensor, due: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         out = torch.empty_like(x)
@@ -186,7 +187,7 @@ class CompiledSteps:
         qkv = qkv.view(rows, s.heads + 2 * s.kv_heads, s.head_dim)
         keys, values = store.of(index, qkv[:, s.heads : s.heads + s.kv_heads])
         norms = [_NONE if norm is None else norm.numpy() for norm in (layer.query_norm, layer.key_norm)]
-        self._kernels.place(
+        self._place(
             qkv.numpy(), s.cos.numpy(), s.sin.numpy(), batch.positions.numpy(), batch.slots.numpy(), *norms,
             np.float32(s.eps), keys.numpy(), values.numpy(),
         )  # fmt: skip
@@ -196,7 +197,7 @@ class CompiledSteps:
             part = slice(stretch.start, stretch.stop)
             out[part] = attend_stretch(qkv[part, : s.heads], keys, values, stretch.slots, scale).flatten(1)
         if batch.tables is not None:
-            self._kernels.attend(
+            self._attend(
                 qkv.numpy(), batch.decode_start, batch.tables.numpy(), batch.lengths.numpy(), keys.numpy(),
                 values.numpy(), np.float32(scale), out.numpy(),
             )  # fmt: skip
@@ -207,18 +208,21 @@ _NONE = np.zeros(0, np.float32)
 
 
 @cache
-def steps_for(dtype: torch.dtype) -> TorchSteps | CompiledSteps:
-    """Those that this machine can run; compiled ones are compiled here, or read from where they were kept."""
+def steps_for(dtype: torch.dtype, size: int, shared: int) -> TorchSteps | CompiledSteps:
+    """Those that this machine can run; compiled ones are compiled here, or read from where they were kept.
+
+    size: of a head; shared: heads that have one key
+    """
     if dtype != torch.float32:
         return TorchSteps()
     try:
         from headrace.rollout.engines.native import kernels
 
-        kernels.compile_all()
+        kernels.compile_all(size, shared)
     except Exception as error:  # a processor without numba, nowhere to keep what it compiles, a full disk, ...
         warnings.warn(f"the loops between products are not compiled, so passes are slower: {error!r}", stacklevel=2)
         return TorchSteps()
-    return CompiledSteps(kernels)
+    return CompiledSteps(kernels, size, shared)
 
 
 def build(
