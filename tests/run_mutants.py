@@ -311,6 +311,13 @@ MUTANTS = [
         ("tests/rollout/engines/test_parts.py",),
     ),
     Mutant(
+        "a core's share of the gradient is lost",
+        "training/backends/control_device.py",
+        "for _, gradients in found:",
+        "for _, gradients in found[1:]:",
+        ("tests/training/test_control_device.py",),
+    ),
+    Mutant(
         "each part of a pass runs with all threads",
         "cores.py",
         "    use_threads(1)\n    return call()",

@@ -455,7 +455,11 @@ def test_what_adapters_cannot_be_had_with(overrides: list[str], expected: str):
                 "training.groups=1",
                 "training.minibatches=4",
             ],
-            "training.minibatches: found 4 with policy.recurrent",
+            "training.minibatches: found 4, and a batch is cut between environments with policy.recurrent",
+        ),
+        (
+            ["env.id=CartPole-v1", "env.count=1", "env.steps=2", "training.groups=1", "training.minibatches=4"],
+            "training.minibatches: found 4, and a batch is cut between steps",
         ),
         (
             ["env.id=CartPole-v1", "policy.network=mine.py:Net", "policy.normalise_observations=true"],
