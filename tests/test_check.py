@@ -11,6 +11,7 @@ from headrace.check import check, end_tokens, plausible_answer
 from headrace.config import load_config, resolve
 from headrace.errors import ConfigError, DataError, ModelError
 from headrace.estimates import ModelShape, batch_arithmetic, count, kv_tokens, memory_parts, model_shape
+from headrace.nearest import answers
 from headrace.types import Task
 
 SHAPE = ModelShape(
@@ -199,3 +200,10 @@ def test_a_config_for_clients_needs_no_prompts_and_says_what_it_understands(mode
     assert code == 0
     assert "from clients of the HTTP API" in shown and "clients post scores" in shown
     assert "/v1/completions only" in shown, "tiny has no chat template"
+
+
+@pytest.mark.parametrize(
+    "url", ["garbage", "redis://127.0.0.1:abc/0", "redis://127.0.0.1:99999/0", "redis://[::1", "redis://" + "a" * 80]
+)
+def test_what_is_no_address_has_no_server(url):
+    assert not answers(url)

@@ -201,9 +201,15 @@ def test_a_user_error_in_a_resumed_run_takes_nothing_away(here, started, monkeyp
     assert Path("runs/tiny/config.toml").is_file()
 
 
-def test_train_only_replays_samples(here, started, monkeypatch):
+def test_train_only_replays_samples(here, started, monkeypatch, capsys):
     Path("samples").mkdir()
     words = ["run", "tiny", "--only", "train", "--samples", "samples"]
+    assert call(monkeypatch, *words) == 2
+    for content in (b"", b"\xff" * 2000, b"\x10" * 17):
+        Path("samples/a.groups").write_bytes(content)
+        assert call(monkeypatch, *words) == 2
+        assert "samples holds no whole group" in capsys.readouterr().err
+    monkeypatch.setattr("headrace.exchange.codec.read_groups", lambda path: iter([path]))
     assert call(monkeypatch, *words) == 0
     assert (started[0]["only"], started[0]["samples"]) == ("train", Path("samples"))
 

@@ -165,6 +165,8 @@ def test_an_override_wins_over_the_file_and_the_last_over_the_first(base: Path):
         ('rollout.sampling.stop=["a', "rollout.sampling.stop: '[\"a' is not a valid TOML value"),
         ("training.optimizer.betas=[0.9]", "training.optimizer.betas: found [0.9], expected an array of 2"),
         ("staleness.max_version_lag=-1", 'found -1, expected a whole number >= 0 or "none"'),
+        (f"seed={10**26}", "expected a whole number >= 0 and at most 2^53"),
+        (f"rollout.sampling.top_k={10**24}", "expected a whole number >= 0 and at most 2^53"),
         ("observability.sinks=['jsonl', 'csv']", "expected an array of one of jsonl, tensorboard, wandb, trackio"),
         ("seed=2026-01-01", 'seed: found "2026-01-01", expected a whole number >= 0'),
     ],

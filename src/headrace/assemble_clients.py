@@ -75,7 +75,10 @@ class EngineControl:
             raise ApiError(
                 409, "the weights are the trainer's: an update from outside goes with `headrace serve` alone"
             )
-        check_folder(Path(folder))
+        try:
+            check_folder(Path(folder))
+        except OSError as error:  # a name that no file system takes
+            raise ApiError(400, f"path: {error}") from None
         try:
             await self.backend.load(folder, weights_only=True)
         except PartFailed as error:

@@ -116,9 +116,11 @@ def serve(
     display: Annotated[Display, typer.Option(help="How progress is shown.")] = Display.LINES,
 ) -> None:
     """Serve a model behind an OpenAI-compatible API; what its sessions produce is written as scored groups."""
-    name = name or f"serve-{time.strftime('%Y%m%d-%H%M%S')}"
-    address = [f"clients.host={json.dumps(host)}", f"clients.port={port}", f"name={json.dumps(name)}"]
-    loaded = _load(config, [*SERVE, *(overrides or []), *address], only="rollout")
+    named = [f"name={json.dumps(name or 'serve-' + time.strftime('%Y%m%d-%H%M%S'))}"]
+    address = [f"clients.host={json.dumps(host)}", f"clients.port={port}"]
+    # An override of the name stands, unless the option says another.
+    words = [*(overrides or []), *named] if name else [*named, *(overrides or [])]
+    loaded = _load(config, [*SERVE, *words, *address], only="rollout")
     folder = make_run_dir(runs_dir / loaded.name, loaded)
     shown = display.value
     raise typer.Exit(_run(loaded, folder, only="rollout", resume=False, display=shown, samples=None, token=token))
@@ -189,7 +191,7 @@ def compare(
     """Run, or simulate, presets on the same work, and print and draw their figures."""
     from headrace.comparison.compare import compare as compare_presets
 
-    compare_presets(
+    figures = compare_presets(
         words,
         on=on,
         cluster=simulate,
@@ -202,6 +204,7 @@ def compare(
         tell=lambda text: typer.echo(text, err=True),
         show=typer.echo,
     )
+    raise typer.Exit(0 if any(one.steps for one in figures) else 1)
 
 
 @app.command()
@@ -242,6 +245,13 @@ def _check_run_options(
         raise UserError("--only train and --samples go together: the samples are what it trains on")
     if samples is not None and not samples.exists():
         raise UserError(f"--samples: {samples} does not exist")
+    if samples is not None:
+        from headrace.exchange.codec import read_groups
+
+        if next(read_groups(samples), None) is None:
+            raise UserError(
+                f"--samples: {samples} holds no whole group; make some with `headrace run CONFIG --only rollout`"
+            )
 
 
 def _load(source: str, overrides: list[str], *, only: str | None = None, warn: bool = True, nearest: bool = False):

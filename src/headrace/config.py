@@ -6,12 +6,11 @@ import os
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
-from msgspec import Meta
 
-from headrace.configbase import Config, apply_override, build, config_to_dict, did_you_mean
+from headrace.configbase import Config, NonNegative, apply_override, build, config_to_dict, did_you_mean
 from headrace.errors import ConfigError
 from headrace.exchange.config import BufferConfig, ReplayConfig, StalenessConfig, WeightsConfig, steps_ahead
 from headrace.observability.config import ObservabilityConfig
@@ -42,7 +41,7 @@ class RunConfig(Config):
 
     name: str = "run"
     """Of the folder under runs/."""
-    seed: Annotated[int, Meta(ge=0)] = 0
+    seed: NonNegative = 0
     """Decides the order of tasks, sampling and the built-in `tiny` model."""
     placement: Literal["sync", "colocated", "separate"] = "separate"
     """sync: generation and training alternate; colocated: the same, on one set of devices, so that each gives its memory

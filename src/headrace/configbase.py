@@ -7,11 +7,17 @@ import math
 import tomllib
 from collections.abc import Iterator
 from datetime import date, datetime, time
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
+from msgspec import Meta
 
 from headrace.errors import ConfigError
+
+LARGEST = 2**53
+"""Of whole numbers: what tensors, floats and JSON hold exactly."""
+Positive = Annotated[int, Meta(ge=1, le=LARGEST)]
+NonNegative = Annotated[int, Meta(ge=0, le=LARGEST)]
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -99,6 +105,8 @@ def build(annotation: Any, value: Any, path: str) -> Any:
     except msgspec.ValidationError:
         choices = _choices(annotation)
         hint = did_you_mean(value, choices) if isinstance(value, str) else ""
+        if isinstance(value, int) and value > LARGEST:
+            hint = " and at most 2^53"
         raise ConfigError(path, f"found {_show(value)}, expected {describe(annotation)}{hint}") from None
     if any(isinstance(number, float) and math.isnan(number) for number in _leaves(built)):
         raise ConfigError(path, f"found {_show(value)}, expected {describe(annotation)}")
@@ -133,7 +141,11 @@ def _describe(info: Any, choices: list[str]) -> str:
         case msgspec.inspect.IntType() | msgspec.inspect.FloatType():
             word = "a whole number" if isinstance(info, msgspec.inspect.IntType) else "a number"
             signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-            bounds = [f"{sign} {getattr(info, key):g}" for key, sign in signs.items() if getattr(info, key) is not None]
+            bounds = [
+                f"{sign} {getattr(info, key):g}"
+                for key, sign in signs.items()
+                if getattr(info, key) not in (None, LARGEST)
+            ]
             return " ".join([word, " and ".join(bounds)]).strip()
         case msgspec.inspect.StrType():
             return "text"

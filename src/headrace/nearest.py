@@ -83,16 +83,16 @@ def _missing(config: RunConfig, path: str, found: str) -> str | None:
     if package is not None and importlib.util.find_spec(package) is None:
         return f"needs the package {package}, which is not installed"
     if (path, found) == ("buffer.store", "redis") and not answers(config.buffer.url):
-        return f"finds no Redis server at {config.buffer.url}"
+        return f"finds no Redis server at buffer.url = {config.buffer.url!r} (redis://HOST:PORT/DB)"
     return None
 
 
 def answers(url: str) -> bool:
-    place = urlsplit(url)
     try:
+        place = urlsplit(url)
         with socket.create_connection((place.hostname or "127.0.0.1", place.port or 6379), timeout=0.5):
             return True
-    except OSError:
+    except (OSError, ValueError):  # the second for what is no address
         return False
 
 

@@ -132,6 +132,13 @@ def test_oversampling_cuts_the_wait_for_the_slowest_and_shows_its_bias(monkeypat
         (("verl", "verl", "--nearest"), "a preset is named twice"),
         (("verl",), "add --nearest"),
         (("verl", "--simulate", "absent.toml"), "'absent.toml' is no file"),
+        (("verl", "--hours", "2", "--nearest"), "goes with --simulate"),
+        (("verl", "--simulate", "cluster.toml", "--hours", "nan"), "--hours: found nan"),
+        (("verl", "--simulate", "cluster.toml", "--hours=-3"), "--hours: found -3"),
+        (("verl", "--simulate", "cluster.toml", "--out", "/nowhere/x.html"), "--out: '/nowhere/x.html' cannot"),
+        (("verl", "--simulate", "cluster.toml", "--out", "/"), "--out: '/' cannot be written"),
+        (("verl", "cartpole", "--simulate", "cluster.toml"), "'cartpole' acts in environments"),
+        (("verl", "training.groups=3", "--simulate", "cluster.toml"), "training.groups: found 3, but"),
     ],
 )
 def test_what_cannot_be_compared_is_one_line(monkeypatch, capsys, words, expected):
@@ -140,6 +147,15 @@ def test_what_cannot_be_compared_is_one_line(monkeypatch, capsys, words, expecte
         cli.main()
     err = capsys.readouterr().err.splitlines()
     assert ended.value.code == 2 and len(err) == 1 and expected in err[0]
+
+
+def test_when_no_preset_trained_a_step_the_exit_code_says_so(monkeypatch, tmp_path):
+    (tmp_path / "c.toml").write_text("transport.default = {}\n[failures]\nlost_replies = 1.0\n")
+    words = ["compare", "trl_sync", "--simulate", str(tmp_path / "c.toml"), "training.steps=2"]
+    monkeypatch.setattr(sys, "argv", ["headrace", *words])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 1
 
 
 @pytest.mark.slow

@@ -91,9 +91,15 @@ def test_it_stops_after_the_time_it_is_given():
     "tables, expected",
     [
         ({"generation": {"rates": []}}, "generation.rates: found []"),
-        ({"generation": {"rates": [[8, 10.0], [1, 5.0]]}}, "generation.rates: found [8, 1], expected ascending"),
+        (
+            {"generation": {"rates": [[8, 10.0], [1, 5.0]]}},
+            "generation.rates: found [[8, 10.0], [1, 5.0]], expected ascending",
+        ),
+        ({"generation": {"rates": [[1, 1e-300]]}}, "generation.rates: found [[1, 1e-300]], expected ascending"),
+        ({"transport": {"fliesystem": {}}}, "transport.fliesystem: is no channel; use one of"),
+        ({"training": {"step_s": float("inf")}}, "training.step_s: found inf, expected a number >= 0 and <= 1e+09"),
         ({"generation": {"ratse": []}}, "generation.ratse: unknown key (did you mean 'rates'?)"),
-        ({"workload": {"median_tokens": 0}}, "workload.median_tokens: found 0, expected a number > 0"),
+        ({"workload": {"median_tokens": 0}}, "workload.median_tokens: found 0, expected a number >= 1e-06"),
     ],
 )
 def test_a_wrong_cluster_file_gives_one_line(tmp_path, tables, expected):

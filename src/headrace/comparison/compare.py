@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -34,6 +35,10 @@ def compare(
         raise UserError("compare needs presets: names of `headrace presets`, or .toml files")
     if len(set(names)) < len(names):
         raise UserError("compare: a preset is named twice")
+    if not 0 <= hours < math.inf or (hours and cluster is None):
+        raise UserError(f"--hours: found {hours:g}; it takes simulated hours, 0 or more, and goes with --simulate")
+    if out is not None and (out.is_dir() or not out.parent.is_dir()):
+        raise UserError(f"--out: {str(out)!r} cannot be written: it is a folder, or is to be in one that is not there")
     presets = [(name, f"{on}+{name}" if name in library_names() else name) for name in names]
     if cluster is not None:
         figures = _simulate(presets, overrides, cluster, hours, rounds, tell)
@@ -68,6 +73,15 @@ def _simulate(
     from headrace.simulation.cluster import load_cluster
 
     costs = load_cluster(cluster)
+    sizes = {"training.groups": costs.workload.groups, "group.size": costs.workload.group_size}
+    for word in overrides:
+        key, _, found = word.partition("=")
+        if sizes.get(key.strip()):
+            raise UserError(
+                f"{key}: found {found}, but {cluster} says {sizes[key.strip()]}; change it in its [workload]"
+            )
+    if control := [name for name, source in presets if load_config(source, overrides).env.id]:
+        raise UserError(f"--simulate: {control[0]!r} acts in environments, and a simulated cluster generates tokens")
     figures = []
     for name, source in presets:
         repeats = []

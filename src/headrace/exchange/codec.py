@@ -101,10 +101,10 @@ def read_groups(path: Path) -> Iterator[Group]:
     if not files:
         raise DataError(f"{path}: no .groups file in it; make some with `headrace run CONFIG --only rollout`")
     for file in files:
+        size = file.stat().st_size
         with file.open("rb") as stream:
             while len(head := stream.read(_LENGTH.size)) == _LENGTH.size:
                 (length,) = _LENGTH.unpack(head)
-                data = stream.read(length)
-                if len(data) < length:
+                if length > size - stream.tell():
                     break
-                yield decode_group(data)
+                yield decode_group(stream.read(length))

@@ -6,9 +6,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from headrace.configbase import Config
+from headrace.configbase import Config, NonNegative, Positive
 
-NonNegative = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0)]
 
 
@@ -18,7 +17,7 @@ class BufferConfig(Config):
     depth: Literal["auto", "none", "double", "queue", "stream"] = "auto"
     """none: alternate; double: one batch ahead; queue: `steps` batches; stream: no bound on steps.
     auto: none under sync and colocated, double under separate."""
-    steps: Annotated[int, Meta(ge=1)] = 2
+    steps: Positive = 2
     """Batches ahead, for depth = queue."""
     store: Literal["memory", "shared_memory", "redis", "files"] = "memory"
     """Where units wait between rollout and training: memory; shared_memory (slots); files, redis: they outlive a crash."""
@@ -31,15 +30,15 @@ class BufferConfig(Config):
 class ReplayConfig(Config):
     """[replay]: what dqn and sac learn from. Each batch of trajectories is kept, and paid for by draws from all that are."""
 
-    capacity: Annotated[int, Meta(ge=1)] = 100_000
+    capacity: Positive = 100_000
     """Steps kept, of all environments together; the oldest trajectories make room."""
     learning_starts: NonNegative = 1000
     """No update before so many steps are there."""
-    draw: Annotated[int, Meta(ge=1)] = 128
+    draw: Positive = 128
     """Transitions of one update."""
     updates_per_step: Annotated[float, Meta(gt=0)] = 0.5
     """Updates for each environment step."""
-    n_steps: Annotated[int, Meta(ge=1)] = 1
+    n_steps: Positive = 1
     """Longest span of a transition; shorter before an end of an episode or of a trajectory."""
     priority: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """Exponent of the error that a step is drawn by; 0 draws uniformly."""
@@ -70,13 +69,13 @@ class WeightsConfig(Config):
     safetensors file a version, in the run's folder; http, collective (gloo): also between machines."""
     scope: Literal["full", "changed"] = "full"
     """full: all weights, each time; changed: positions and values of what changed, to the bit."""
-    full_every: Annotated[int, Meta(ge=1)] = 20
+    full_every: Positive = 20
     """With scope = changed, send every so-many-th version whole."""
     address: str = "127.0.0.1:0"
     """HOST:PORT at which the trainer offers weights, for channel = http and collective. Port 0: any free one."""
     bucket_mb: Annotated[float, Meta(gt=0)] = 64.0
     """What one call moves, for channel = collective."""
-    every_steps: Annotated[int, Meta(ge=1)] = 1
+    every_steps: Positive = 1
     """Publish after so many trained batches."""
     interruption: Literal["never", "hold", "abort", "drain", "barrier"] = "never"
     """What happens to running generations: never: swap between two forward passes; hold: frozen, swapped, thawed; abort: cut off;

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from msgspec import Meta
-
-from headrace.configbase import Config
+from headrace.configbase import Config, NonNegative
 
 
 class ObservabilityConfig(Config):
@@ -14,7 +12,7 @@ class ObservabilityConfig(Config):
 
     sinks: tuple[Literal["jsonl", "tensorboard", "wandb", "trackio"], ...] = ("jsonl", "tensorboard")
     """Where metrics go."""
-    samples_every: Annotated[int, Meta(ge=0)] = 5
+    samples_every: NonNegative = 5
     """Write the samples of every n-th step in readable form; 0: never."""
     display: Literal["auto", "live", "lines", "none"] = "auto"
     """auto: live on a terminal, else one line per step."""

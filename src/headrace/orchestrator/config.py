@@ -6,9 +6,8 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from headrace.configbase import Config
+from headrace.configbase import Config, NonNegative, Positive
 
-NonNegative = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0)]
 
 
@@ -17,7 +16,7 @@ class CheckpointConfig(Config):
 
     every_steps: NonNegative = 0
     """0: only at the end and when the run is stopped."""
-    keep: Annotated[int, Meta(ge=1)] = 2
+    keep: Positive = 2
     """So many newest checkpoints are kept."""
 
 

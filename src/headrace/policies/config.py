@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from msgspec import Meta
-
-from headrace.configbase import Config
-
-Positive = Annotated[int, Meta(ge=1)]
+from headrace.configbase import Config, Positive
 
 
 class PolicyConfig(Config):

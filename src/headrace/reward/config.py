@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from headrace.configbase import Config
+from headrace.configbase import Config, NonNegative
 
 JsonScalar = str | int | float | bool
 
@@ -32,7 +32,7 @@ class RewardConfig(Config):
     """[reward]: samples into scores."""
 
     functions: tuple[RewardFunctionConfig, ...] = ()
-    workers: Annotated[int, Meta(ge=0)] = 1
+    workers: NonNegative = 1
     """Processes that run the functions; 0 runs them in the controller (they can then not be killed)."""
     timeout_s: Annotated[float, Meta(gt=0)] = 30.0
     """A call beyond it is killed with its worker, which is replaced."""

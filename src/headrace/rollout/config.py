@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from msgspec import Meta
 
-from headrace.configbase import Config
+from headrace.configbase import Config, NonNegative, Positive
 
 if TYPE_CHECKING:
     from headrace.types import SamplingParams
 
-Positive = Annotated[int, Meta(ge=1)]
-NonNegative = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0)]
 
 

@@ -8,17 +8,18 @@ from typing import Annotated
 from msgspec import Meta
 
 from headrace.config import RunConfig, read_toml
-from headrace.configbase import Config, build
+from headrace.configbase import Config, NonNegative, Positive, build
 from headrace.errors import ConfigError
+from headrace.exchange.channels import AVAILABLE
 from headrace.rollout.engines.scripted import ScriptedCosts
 
 CLUSTER_FILE = Path(__file__).parent / "cluster.toml"
 """The one that ships; `headrace compare --simulate cluster.toml` finds it by this name too."""
 
-Positive = Annotated[int, Meta(ge=1)]
-NonNegative = Annotated[int, Meta(ge=0)]
-Seconds = Annotated[float, Meta(ge=0)]
-Rate = Annotated[float, Meta(gt=0)]
+TRANSPORTS = {*AVAILABLE, "mesh", "adapter", "collective_buckets", "default"}
+"""Channels whose costs a file may name: those of `weights.channel`, what libraries have beside them, and `default`."""
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+Rate = Annotated[float, Meta(ge=1e-6, le=1e12)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 
 
@@ -155,11 +156,15 @@ def load_cluster(path: str | Path) -> ClusterConfig:
             "", f"--simulate: {str(path)!r} is no file; give a cluster's TOML file, or {CLUSTER_FILE.name}"
         )
     cluster = build(ClusterConfig, read_toml(file), "")
-    counts = [count for count, _ in cluster.generation.rates]
-    if not counts or counts != sorted(set(counts)) or counts[0] < 1 or min(r for _, r in cluster.generation.rates) <= 0:
+    counts, rates = zip(*cluster.generation.rates, strict=True) if cluster.generation.rates else ((), ())
+    if not counts or list(counts) != sorted(set(counts)) or counts[0] < 1 or not all(1e-6 <= r <= 1e12 for r in rates):
         raise ConfigError(
-            "generation.rates", f"found {counts}, expected ascending numbers of requests, each with its tokens a second"
+            "generation.rates",
+            f"found {[list(pair) for pair in cluster.generation.rates]}, expected ascending numbers of requests, each with its "
+            "tokens a second",
         )
+    if unknown := sorted(set(cluster.transport) - TRANSPORTS):
+        raise ConfigError(f"transport.{unknown[0]}", f"is no channel; use one of {', '.join(sorted(TRANSPORTS))}")
     return cluster
 
 

@@ -6,10 +6,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from headrace.configbase import Config
+from headrace.configbase import Config, NonNegative, Positive
 
-Positive = Annotated[int, Meta(ge=1)]
-NonNegative = Annotated[int, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Ratio = Annotated[float, Meta(ge=0)]
 

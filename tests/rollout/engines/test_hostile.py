@@ -401,3 +401,19 @@ async def test_weights_of_another_shape_are_refused_before_anything_reads_them(f
     got = await engine.generate(ask(prompt_of(5), "a", **endless(6)))
     assert set(got.policy_versions.tolist()) == {NO_VERSION} and np.isfinite(got.logprobs).all()
     await engine.close()
+
+
+@pytest.mark.parametrize("inline", [True, False])
+async def test_an_engine_that_failed_says_so_to_whoever_looks(inline):
+    """The dispatcher looks at every engine; one that answers as if nothing had happened would never be replaced."""
+    engine = build_engine(inline=inline)
+
+    def broken():
+        raise OverflowError("this pass")
+
+    engine.core.step = broken
+    with pytest.raises(PartFailed, match="this pass"):
+        await engine.generate(ask(prompt_of(4)))
+    with pytest.raises(PartFailed, match="this pass"):
+        await engine.stats()
+    await engine.close()

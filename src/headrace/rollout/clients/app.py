@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
@@ -97,6 +98,9 @@ class ClientApp:
                 return _error(503, str(error).partition("\n")[0])
             except ClientDisconnect:
                 return Response(status_code=499)
+            except Exception as error:
+                logging.getLogger(__name__).exception("%s %s", method, path)
+                return _error(500, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
 
         return Route(path, guarded, methods=[method])
 

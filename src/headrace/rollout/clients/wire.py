@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -56,7 +55,7 @@ class Sampling(msgspec.Struct, kw_only=True):
     max_completion_tokens: Count | None = None
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: int | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=1_000_000)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     stop: str | Annotated[list[str], Meta(max_length=MAX_STOPS)] | None = None
     seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
@@ -64,7 +63,7 @@ class Sampling(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     return_token_ids: bool | None = None
     logprobs: bool | int | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, Annotated[float, Meta(ge=-1e6, le=1e6)]] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
 
@@ -115,7 +114,7 @@ class ChatRequest(Sampling, kw_only=True):
 
 
 class CompletionRequest(Sampling, kw_only=True):
-    prompt: str | Annotated[list[int], Meta(min_length=1)]
+    prompt: str | Annotated[list[Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]], Meta(min_length=1)]
     echo: bool | None = None
 
     def check(self) -> None:
@@ -131,6 +130,10 @@ class OpenSession(msgspec.Struct, forbid_unknown_fields=True):
     wait_s: Annotated[float, Meta(ge=0, le=300)] = 20.0
 
 
+MOST_REWARD = 1e15
+"""Credit is kept in float32 and made of squares."""
+
+
 class PostScore(msgspec.Struct, forbid_unknown_fields=True):
     """reward None: the run's reward functions score the session's last answer."""
 
@@ -139,8 +142,8 @@ class PostScore(msgspec.Struct, forbid_unknown_fields=True):
 
     def check(self) -> None:
         for name, value in {"reward": self.reward, **self.parts}.items():
-            if value is not None and not math.isfinite(value):
-                raise ApiError(400, f"{name}: found {value}, expected a finite number")
+            if value is not None and not abs(value) <= MOST_REWARD:
+                raise ApiError(400, f"{name}: found {value}, expected a number of at most {MOST_REWARD:g}")
 
 
 class Pause(msgspec.Struct, forbid_unknown_fields=True):
@@ -152,7 +155,7 @@ class Pause(msgspec.Struct, forbid_unknown_fields=True):
 class Update(msgspec.Struct, forbid_unknown_fields=True):
     """path: a folder of weights on the server's machine, as checkpoints hold them."""
 
-    path: str
+    path: Annotated[str, Meta(max_length=1000)]
 
 
 def _token(key: str) -> int:

@@ -164,6 +164,7 @@ class EngineDriver:
         return await self._call(self.core.fingerprint)
 
     async def stats(self) -> EngineStats:
+        self._check()  # whoever looks at what an engine does has to see that it does nothing any more
         return self.core.stats()
 
     async def close(self) -> None:

@@ -30,8 +30,7 @@ from headrace.types import Array, Metrics, Stat, StepBatch
 
 CHUNK_ROWS, CHUNK_NUMBERS = 4096, 2**22
 """In one forward and backward pass: at most so many rows, and rows of so many numbers (an image has thousands)."""
-ROWS_WORTH_A_CORE, NUMBERS_WORTH_A_CORE = 1024, 2**20
-"""From so many rows on, or rows of so many numbers together, a minibatch is cut for one core more."""
+ROWS_WORTH_A_CORE = 1024
 Part = Tensor | slice
 Forward = tuple[Tensor, Tensor, Tensor]
 """[M] log-probabilities, entropies and values, with their graph."""
@@ -379,8 +378,7 @@ class Rows:
         size = sum(leaf[0].numel() for leaf in self.observations.values())
         most = min(CHUNK_ROWS, max(CHUNK_NUMBERS // size, 64))
         total = len(part) if isinstance(part, Tensor) else self.steps * self.count
-        worth = max(total // ROWS_WORTH_A_CORE, total * size // NUMBERS_WORTH_A_CORE, 1)
-        cores = min(torch.get_num_threads(), worth)
+        cores = max(1, min(torch.get_num_threads(), total // ROWS_WORTH_A_CORE))
         rows = -(-min(most, -(-total // cores)) // whole) * whole
         chunks = [slice(first, min(first + rows, total)) for first in range(0, total, rows)]
         chunks = [part[chunk] for chunk in chunks] if isinstance(part, Tensor) else chunks
