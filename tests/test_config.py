@@ -555,3 +555,9 @@ def test_what_is_called_available_is_there():
     for path, folder in folders.items():
         for choice in available()[path]:
             assert (Path(headrace.__file__).parent / folder / f"{choice}.py").is_file(), (path, choice)
+
+
+@pytest.mark.parametrize("address", ["999.1.1.1", "nosuch.invalid", "host:99999", ":5"])
+def test_an_address_without_a_port_is_refused_before_anything_runs(address):
+    with pytest.raises(ConfigError, match=r"weights\.address: found .* expected HOST:PORT"):
+        validate(load_config("tiny", ["weights.channel=http", f"weights.address={address}"]))

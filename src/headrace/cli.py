@@ -231,6 +231,17 @@ def presets() -> None:
         typer.echo("  " + "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
+def _check_samples(samples: Path) -> None:
+    from headrace.exchange.codec import read_groups
+
+    if not samples.exists():
+        raise UserError(f"--samples: {samples} does not exist")
+    if next(read_groups(samples), None) is None:
+        raise UserError(
+            f"--samples: {samples} holds no whole group; make some with `headrace run CONFIG --only rollout`"
+        )
+
+
 def _check_run_options(
     words: list[str], only: Only | None, samples: Path | None, resume: Path | None, name: str
 ) -> None:
@@ -243,15 +254,8 @@ def _check_run_options(
         raise UserError(f"--resume uses the run's own config; leave out {words[0]!r} (overrides are allowed)")
     if (samples is not None) != (only is Only.TRAIN):
         raise UserError("--only train and --samples go together: the samples are what it trains on")
-    if samples is not None and not samples.exists():
-        raise UserError(f"--samples: {samples} does not exist")
     if samples is not None:
-        from headrace.exchange.codec import read_groups
-
-        if next(read_groups(samples), None) is None:
-            raise UserError(
-                f"--samples: {samples} holds no whole group; make some with `headrace run CONFIG --only rollout`"
-            )
+        _check_samples(samples)
 
 
 def _load(source: str, overrides: list[str], *, only: str | None = None, warn: bool = True, nearest: bool = False):

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from headrace.config import RunConfig, ahead, from_clients, resolve, stays_on_device
 from headrace.errors import ConfigError
-from headrace.exchange.config import steps_ahead
+from headrace.exchange.config import split_address, steps_ahead
 from headrace.rollout.config import COLDEST
 from headrace.training.config import AlgorithmConfig, TrainingConfig
 
@@ -108,6 +108,8 @@ def _check_flow(config: RunConfig) -> None:
         raise ConfigError(
             "staleness.cancel_group", "found true without staleness.max_version_lag, which says how old is too old"
         )
+    if weights.address:
+        split_address(weights.address)
     if config.runtime in ("processes", "ray") and weights.channel == "in_process":
         raise ConfigError(
             "weights.channel",

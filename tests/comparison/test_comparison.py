@@ -149,13 +149,14 @@ def test_what_cannot_be_compared_is_one_line(monkeypatch, capsys, words, expecte
     assert ended.value.code == 2 and len(err) == 1 and expected in err[0]
 
 
-def test_when_no_preset_trained_a_step_the_exit_code_says_so(monkeypatch, tmp_path):
-    (tmp_path / "c.toml").write_text("transport.default = {}\n[failures]\nlost_replies = 1.0\n")
-    words = ["compare", "trl_sync", "--simulate", str(tmp_path / "c.toml"), "training.steps=2"]
-    monkeypatch.setattr(sys, "argv", ["headrace", *words])
+@pytest.mark.parametrize(("trained", "code"), [(False, 1), (True, 0)])
+def test_when_no_preset_trained_a_step_the_exit_code_says_so(monkeypatch, capsys, trained, code):
+    made = [figures_of("verl", [], "it failed"), figures_of("slime", [{"time/elapsed_s": 1.0}] if trained else [])]
+    monkeypatch.setattr("headrace.comparison.compare._simulate", lambda *given: made)
+    monkeypatch.setattr(sys, "argv", ["headrace", "compare", "verl", "slime", "--simulate", "cluster.toml"])
     with pytest.raises(SystemExit) as ended:
         cli.main()
-    assert ended.value.code == 1
+    assert ended.value.code == code and "verl: it failed" in capsys.readouterr().out
 
 
 @pytest.mark.slow

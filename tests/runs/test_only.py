@@ -66,5 +66,5 @@ def test_samples_that_are_none(lab):
     assert_one_line(ran, "not a scored group")
     (lab.folder / "none.groups").write_bytes(b"")
     ran = lab.here("--only", "train", "--samples", "none.groups")
-    assert ran.code == 1
-    assert_one_line(ran, "0 steps")
+    assert ran.code == 2
+    assert_one_line(ran, "holds no whole group")

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from headrace.configbase import Config, NonNegative, Positive
+from headrace.errors import ConfigError
 
 Seconds = Annotated[float, Meta(gt=0)]
 
@@ -101,3 +102,11 @@ def steps_ahead(buffer: BufferConfig, staleness: StalenessConfig) -> int | None:
     depths = {"none": 0, "double": 1, "queue": buffer.steps, "stream": None}
     bounds = [bound for bound in (depths[buffer.depth], staleness.max_steps_ahead) if bound is not None]
     return min(bounds, default=None)
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """HOST and PORT of `weights.address`."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError("weights.address", f'found "{address}", expected HOST:PORT, as 127.0.0.1:0')
+    return host, int(port)

@@ -26,9 +26,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from headrace.errors import ConfigError, PartFailed, StaleTicket
+from headrace.errors import PartFailed, StaleTicket
 from headrace.exchange.channels.base import CopyingChannel, Slot
 from headrace.exchange.channels.layout import Layout, parse_manifest
+from headrace.exchange.config import split_address
 from headrace.types import WeightTicket
 
 _BROKEN = (RuntimeError, OSError)
@@ -55,10 +56,7 @@ class CollectiveChannel(CopyingChannel):
         backend: str = "gloo",
     ) -> None:
         super().__init__()
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdigit():
-            raise ConfigError("weights.address", f'found "{address}", expected HOST:PORT, as 127.0.0.1:0')
-        self._host, self._port = host, int(port)
+        self._host, self._port = split_address(address)
         self._bucket_mb, self._timeout_s, self._gather_s, self._backend = bucket_mb, timeout_s, gather_s, backend
         self._name = secrets.token_hex(8)
         self._publisher: _Publisher | None = None

@@ -20,9 +20,10 @@ from urllib.parse import quote, unquote, urlsplit
 
 import msgspec
 
-from headrace.errors import ConfigError, PartFailed, StaleTicket
+from headrace.errors import PartFailed, StaleTicket
 from headrace.exchange.channels.base import CopyingChannel, Slot
 from headrace.exchange.channels.layout import Layout, parse_manifest
+from headrace.exchange.config import split_address
 from headrace.types import WeightTicket
 
 _MANIFEST_BYTES = "X-Headrace-Manifest-Bytes"
@@ -37,10 +38,8 @@ class HttpChannel(CopyingChannel):
 
     def __init__(self, address: str = "127.0.0.1:0", token: str = "", timeout_s: float = 20.0) -> None:
         super().__init__()
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdigit():
-            raise ConfigError("weights.address", f'found "{address}", expected HOST:PORT, as 127.0.0.1:0')
-        self._host, self._port, self._timeout_s = host, int(port), timeout_s
+        self._host, self._port = split_address(address)
+        self._timeout_s = timeout_s
         self._token = token or secrets.token_urlsafe(24)
         self._server: _Server | None = None
 

@@ -184,7 +184,7 @@ class FileStore:
     # ------------------------------------------------------------------------------------------------------ opening
 
     def _segments(self) -> list[int]:
-        return sorted(int(file.stem) for file in self._folder.glob("*.log") if file.stem.isdigit())
+        return sorted(int(file.stem) for file in self._folder.glob("*.log") if file.stem.isdecimal() and file.is_file())
 
     def _load(self, number: int) -> None:
         self._files[number] = os.open(self._path(number), os.O_RDONLY | os.O_CLOEXEC)
