@@ -105,9 +105,10 @@ def build(annotation: Any, value: Any, path: str) -> Any:
     except msgspec.ValidationError:
         choices = _choices(annotation)
         hint = did_you_mean(value, choices) if isinstance(value, str) else ""
-        if isinstance(value, int) and value > LARGEST:
+        expected = describe(annotation)
+        if isinstance(value, int) and value > LARGEST and expected.startswith("a whole number"):
             hint = " and at most 2^53"
-        raise ConfigError(path, f"found {_show(value)}, expected {describe(annotation)}{hint}") from None
+        raise ConfigError(path, f"found {_show(value)}, expected {expected}{hint}") from None
     if any(isinstance(number, float) and math.isnan(number) for number in _leaves(built)):
         raise ConfigError(path, f"found {_show(value)}, expected {describe(annotation)}")
     return built

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +13,7 @@ import headrace.training.backends.control_device as module
 from headrace.policies.config import PolicyConfig
 from headrace.policies.shared_pass import SharedPass
 from headrace.policies.spaces import ActionSpec, Leaf, Spaces
+from headrace.training.backends import step_rows
 from headrace.training.backends.control_device import ControlDevice
 from headrace.training.config import AlgorithmConfig, OptimizerConfig, TrainingConfig
 from headrace.training.losses import StepLossInputs, step_loss, value_errors
@@ -104,7 +106,7 @@ def test_a_value_gains_nothing_by_moving_beyond_its_clip():
 async def test_chunks_add_up_to_the_whole_gradient(kind, monkeypatch):
     results = []
     for rows in (7, 10_000):
-        monkeypatch.setattr(module, "CHUNK_ROWS", rows)
+        monkeypatch.setattr(step_rows, "CHUNK_ROWS", rows)
         made = await device(AlgorithmConfig(kind=kind))
         metrics = await made.update(steps())
         results.append((made._flat.values.clone(), {name: stat.mean for name, stat in metrics.items()}))
@@ -115,8 +117,8 @@ async def test_chunks_add_up_to_the_whole_gradient(kind, monkeypatch):
 @pytest.mark.parametrize("shared", ["yes", "no"])
 @pytest.mark.parametrize(("kept", "minibatches"), [(True, 1), (False, 1), (False, 3)])
 async def test_shares_of_all_cores_add_up_to_the_same_gradient_again_and_again(monkeypatch, kept, shared, minibatches):
-    monkeypatch.setattr(module, "CHUNK_ROWS", 7)
-    monkeypatch.setattr(module, "ROWS_WORTH_A_CORE", 1)
+    monkeypatch.setattr(step_rows, "CHUNK_ROWS", 7)
+    monkeypatch.setattr(step_rows, "ROWS_WORTH_A_CORE", 1)
     batch, results = steps(seed=3), []
     for cores in (1, 3, 3):
         made = await device(minibatches=minibatches, policy=PolicyConfig(hidden=(8,), shared=shared))
@@ -129,6 +131,30 @@ async def test_shares_of_all_cores_add_up_to_the_same_gradient_again_and_again(m
     torch.testing.assert_close(results[0][0], results[1][0], atol=1e-6, rtol=1e-5)
     assert results[0][1] == pytest.approx(results[1][1], rel=1e-4, abs=1e-6)
     assert torch.equal(results[1][0], results[2][0]), "shares are added up in their order"
+
+
+class Dropping(torch.nn.Module):
+    """A user's own network, which draws random numbers in its forward pass."""
+
+    def __init__(self, leaves, outputs) -> None:
+        super().__init__()
+        self.body = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Dropout(0.5))
+        self.heads = torch.nn.Linear(8, outputs + 1)
+
+    def forward(self, observations):
+        found = self.heads(self.body(observations["obs"]))
+        return found[:, :-1], found[:, -1]
+
+
+async def test_a_users_network_is_never_run_by_two_threads_at_once(monkeypatch):
+    monkeypatch.setattr(step_rows, "ROWS_WORTH_A_CORE", 1)
+    made = await device(policy=PolicyConfig(network="training.test_control_device:Dropping"))
+    torch.set_num_threads(3)
+    threads, forward = set(), made._forward
+    made._forward = lambda *given: (threads.add(threading.get_ident()), forward(*given))[1]
+    await made.update(steps())
+    torch.set_num_threads(1)
+    assert threads == {threading.get_ident()}
 
 
 async def test_one_update_equals_the_same_by_the_calls_of_every_backend():
@@ -146,7 +172,7 @@ async def test_the_ratio_stands_once_in_the_loss_in_impalas_advantages_or_in_app
     impala, appo = [await device(AlgorithmConfig(kind=kind)) for kind in ("impala", "appo")]
     weighted, plain = await impala.annotate(batch, ["values"]), await appo.annotate(batch, ["values"])
     with torch.no_grad():
-        logprobs, _, _ = appo._forward(module.Rows(batch), slice(None))
+        logprobs, _, _ = appo._forward(step_rows.Rows(batch), slice(None))
     ratios = np.exp(logprobs.view(batch.rewards.shape).numpy() - batch.behavior_logprobs)
     assert (ratios > 1).any() and (ratios < 1).any()
     np.testing.assert_allclose(weighted.advantages, np.minimum(ratios, 1) * plain.advantages, atol=1e-6)

@@ -16,22 +16,19 @@ from headrace.cores import Crew
 from headrace.errors import ConfigError, RunDirError
 from headrace.policies.config import PolicyConfig
 from headrace.policies.distributions import distribution_of
-from headrace.policies.networks import build_network
+from headrace.policies.networks import PolicyNetwork, build_network
 from headrace.policies.shared_pass import Passes, SharedPass
 from headrace.policies.spaces import Spaces
 from headrace.protocols import Annotation, WeightChannel, WorkerContext
 from headrace.training import checkpoint_folder
 from headrace.training.advantages import Credit, gae, vtrace
 from headrace.training.backends.policy_device import WEIGHTS, PolicyDevice
+from headrace.training.backends.step_rows import Part, Rows
 from headrace.training.config import AlgorithmConfig, TrainingConfig
 from headrace.training.losses import StepLossInputs, step_loss
 from headrace.training.optimizer import FlatAdamW, FlatParameters
 from headrace.types import Array, Metrics, Stat, StepBatch
 
-CHUNK_ROWS, CHUNK_NUMBERS = 4096, 2**22
-"""In one forward and backward pass: at most so many rows, and rows of so many numbers (an image has thousands)."""
-ROWS_WORTH_A_CORE = 1024
-Part = Tensor | slice
 Forward = tuple[Tensor, Tensor, Tensor]
 """[M] log-probabilities, entropies and values, with their graph."""
 Chunk = tuple[Part, Forward | None]
@@ -73,12 +70,19 @@ class ControlDevice(PolicyDevice):
         self._network = build_network(spaces, self._policy, self._distribution.size, self._seed).to(device)
         self._flat = FlatParameters(self._network)
         self._crew = Crew()
+        # Only networks of ours: a user's own may draw random numbers, or keep figures, in an order that threads would mix.
+        self._parallel = device == "cpu" and isinstance(self._network, PolicyNetwork)
         total = self._training.steps * self._training.epochs * self._training.minibatches
         self._optimizer = FlatAdamW(self._flat, self._training.optimizer, total)
         self._shuffle = torch.Generator(device).manual_seed(self._seed)
         if self.shared is not None:
             self.shared.network = self._network
         self._returns = (0.0, 0.0, 0.0)  # count, mean, sum of squared differences
+
+    @property
+    def _cores(self) -> int:
+        """That one minibatch may be cut for."""
+        return torch.get_num_threads() if self._parallel else 1
 
     # --------------------------------------------------------------------------------------------------- training
 
@@ -101,7 +105,7 @@ class ControlDevice(PolicyDevice):
         was acted out in this process by this network, that pass is there already."""
         kept = self.shared.take(batch.behavior_logprobs) if self.shared is not None else None
         forward = partial(self._forward, rows) if kept is None else partial(self._forward_kept, rows, kept)
-        shares = rows.shares(slice(None), 1 if kept is None else rows.count)
+        shares = rows.shares(slice(None), self._cores, 1 if kept is None else rows.count)
         made = self._crew.run([partial(_of_each, forward, share) for share in shares])
         passes = [found for share in made for _, found in share]
         logprobs, values = (torch.cat([found[i].detach() for found in passes]) for i in (0, 2))
@@ -146,26 +150,26 @@ class ControlDevice(PolicyDevice):
             forward, part = self._forward(rows, part), rows.rows_of(part)
             made = [[(part, forward)]]
         elif made is None:
-            made = [[(chunk, None) for chunk in share] for share in rows.shares(part)]
+            made = [[(chunk, None) for chunk in share] for share in rows.shares(part, self._cores)]
         weights = rows.weights[part]
         shift, scale = torch.zeros(()), torch.ones(())
         if self._algorithm.normalise_advantages:
             shift, scale = spread(rows.advantages[part], weights)
-        rows.normalised = (rows.advantages - shift) / scale
-        share = partial(self._gradient_of_share, rows, weights.sum(), len(made) == 1)
+        share = partial(self._gradient_of_share, rows, (shift, scale), weights.sum(), len(made) == 1)
         found = self._crew.run([partial(share, chunks) for chunks in made])
         for _, gradients in found:
             self._flat.add(gradients)
         return reduce(_joined, (metrics for metrics, _ in found))
 
     def _gradient_of_share(
-        self, rows: Rows, count: Tensor, alone: bool, share: Sequence[Chunk]
+        self, rows: Rows, normal: tuple[Tensor, Tensor], count: Tensor, alone: bool, share: Sequence[Chunk]
     ) -> tuple[dict[str, Tensor], list[Tensor | None]]:
         """Chunk by chunk: what a chunk keeps for its backward pass fits the caches. Shares that run side by side do not add
         to the same memory, and are added up in their order, so a seeded run repeats."""
         metrics, gradients = [], [None] * len(self._flat.parameters)
         for chunk, forward in share:
-            inputs = self._inputs(rows, chunk, forward or self._forward(rows, chunk), count)
+            advantages = (rows.advantages[chunk] - normal[0]) / normal[1]
+            inputs = self._inputs(rows, chunk, forward or self._forward(rows, chunk), advantages, count)
             loss, found = step_loss(inputs, self._algorithm)
             metrics.append(found)
             if alone:
@@ -180,6 +184,7 @@ class ControlDevice(PolicyDevice):
         rows: Rows,
         part: Part,
         forward: Forward,
+        advantages: Tensor,
         count: Tensor,
     ) -> StepLossInputs:
         mean, std = self._network.value_mean, self._network.value_std
@@ -188,7 +193,7 @@ class ControlDevice(PolicyDevice):
             entropies=forward[1],
             values=forward[2],
             behavior_logprobs=rows.behavior_logprobs[part],
-            advantages=rows.normalised[part],
+            advantages=advantages,
             targets=(rows.targets[part] - mean) / std,
             old_values=(rows.values[part] - mean) / std if self._algorithm.value_clip else None,
             weights=rows.weights[part],
@@ -338,76 +343,6 @@ class Updates:
         stats = torch.stack([torch.stack(list(part.values())) for part in self.losses])
         columns = zip(self.losses[0], stats.T.tolist(), strict=True)
         return {name: Stat(sum(column), len(column), max(column)) for name, column in columns} | self.metrics
-
-
-class Rows:
-    """The steps of a batch as flat tensors [T*B, ...], without a copy."""
-
-    def __init__(self, batch: StepBatch) -> None:
-        self.steps, self.count = batch.rewards.shape
-        self.leaves = {name: _tensor(leaf) for name, leaf in batch.observations.items()}
-        self.observations = {name: leaf[:-1].flatten(0, 1) for name, leaf in self.leaves.items()}
-        self.actions = _tensor(batch.actions).flatten(0, 1)
-        self.behavior_logprobs = _tensor(batch.behavior_logprobs).flatten()
-        self.weights = _tensor(batch.valid).flatten().float()
-        self._resets = _tensor(batch.resets)
-        self._initial = {n: _tensor(s) for n, s in (batch.initial_state or {}).items()}
-
-    def fill(self, found: tuple[Array, Credit]) -> None:
-        values, credit = found
-        self.values, self.advantages, self.targets = (
-            torch.from_numpy(np.ascontiguousarray(a, np.float32)).flatten()
-            for a in (values, credit.advantages, credit.targets)
-        )
-
-    def minibatches(self, parts: int, generator: torch.Generator, whole_sequences: bool) -> Sequence[Part]:
-        """Indices of rows, or of whole sequences for a network with a memory, in a new order."""
-        if parts == 1 and not whole_sequences:
-            return [slice(None)]
-        size = self.count if whole_sequences else self.steps * self.count
-        return torch.randperm(size, generator=generator, device=generator.device).tensor_split(parts)
-
-    def shown(self, part: Part) -> dict[str, Tensor]:
-        """Leaves [M, ...] of some rows. Whole rows are copied at a time, which indexing with a tensor would not do."""
-        chosen = (lambda leaf: leaf[part]) if isinstance(part, slice) else (lambda leaf: leaf.index_select(0, part))
-        return {name: chosen(leaf) for name, leaf in self.observations.items()}
-
-    def shares(self, part: Part, whole: int = 1) -> list[list[Part]]:
-        """For each core its chunks: `CHUNK_ROWS` rows, or fewer if a row has many numbers or there are more cores than
-        chunks; rows come in wholes of `whole`."""
-        size = sum(leaf[0].numel() for leaf in self.observations.values())
-        most = min(CHUNK_ROWS, max(CHUNK_NUMBERS // size, 64))
-        total = len(part) if isinstance(part, Tensor) else self.steps * self.count
-        cores = max(1, min(torch.get_num_threads(), total // ROWS_WORTH_A_CORE))
-        rows = -(-min(most, -(-total // cores)) // whole) * whole
-        chunks = [slice(first, min(first + rows, total)) for first in range(0, total, rows)]
-        chunks = [part[chunk] for chunk in chunks] if isinstance(part, Tensor) else chunks
-        each = -(-len(chunks) // cores)
-        return [chunks[first : first + each] for first in range(0, len(chunks), each)]
-
-    def sequences(self, part: Part) -> tuple[dict[str, Tensor], Tensor, dict[str, Tensor]]:
-        """Leaves [T, B', ...], resets [T, B'], states [B', ...] of some of the environments."""
-        leaves = {name: leaf[:-1][:, part] for name, leaf in self.leaves.items()}
-        return leaves, self._resets[:, part], {name: state[part] for name, state in self._initial.items()}
-
-    def rows_of(self, part: Part) -> Tensor:
-        """[T*B'] rows of whole sequences, time first."""
-        chosen = torch.arange(self.count)[part]
-        return (torch.arange(self.steps)[:, None] * self.count + chosen).flatten()
-
-    def explained_variance(self) -> Metrics:
-        """Of the targets by the values before the update: 1 is perfect, 0 no better than their mean."""
-        kept = self.weights > 0
-        if int(kept.sum()) < 2:
-            return {}
-        targets, values = self.targets[kept], self.values[kept]
-        spread = float(targets.var())
-        return {"value/explained_variance": Stat(1 - float((targets - values).var()) / spread if spread else 0.0)}
-
-
-def _tensor(array: Array) -> Tensor:
-    """The array's own memory; a copy of what was read from a message, which nobody may write to (and torch warns of)."""
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 def spread(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

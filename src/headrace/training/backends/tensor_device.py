@@ -10,7 +10,8 @@ from torch import Tensor
 from headrace.policies.config import PolicyConfig
 from headrace.policies.spaces import Spaces
 from headrace.protocols import WeightChannel, WorkerContext
-from headrace.training.backends.control_device import ControlDevice, Rows
+from headrace.training.backends.control_device import ControlDevice
+from headrace.training.backends.step_rows import Rows
 from headrace.training.config import AlgorithmConfig, TrainingConfig
 from headrace.training.tensor_credit import gae_tensors, vtrace_tensors
 from headrace.types import Metrics, Trajectory

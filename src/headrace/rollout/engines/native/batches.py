@@ -127,17 +127,9 @@ def share_out(pieces: list[Piece], decoding: list[Sequence], cores: int) -> list
         return [(pieces, decoding)]
     shares: list[Share] = [([], []) for _ in range(cores)]
     loads = [0] * cores
-    for piece in sorted(pieces, key=lambda piece: -piece[1]):
+    due = [(piece[1], 0, piece) for piece in pieces] + [(1, 1, sequence) for sequence in decoding]
+    for count, kind, one in sorted(due, key=lambda item: -item[0]):
         lightest = loads.index(min(loads))
-        shares[lightest][0].append(piece)
-        loads[lightest] += piece[1]
-    counts = [0] * cores
-    for _ in decoding:
-        lightest = loads.index(min(loads))
-        counts[lightest] += 1
-        loads[lightest] += 1
-    at = 0
-    for share, count in zip(shares, counts, strict=True):  # neighbours together: siblings read the same keys and values
-        share[1].extend(decoding[at : at + count])
-        at += count
+        shares[lightest][kind].append(one)
+        loads[lightest] += count
     return shares if max(loads) <= _MOST_UNEVEN * rows / cores else [(pieces, decoding)]

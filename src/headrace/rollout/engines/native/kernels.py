@@ -99,34 +99,35 @@ def _norm_head(head, weight, eps):
         head[j] *= scale * weight[j]
 
 
+@njit(**_LOOPS)
+def place(qkv, cos, sin, positions, slots, query_norm, key_norm, eps, keys, values):
+    """Rotate queries in place and write rotated keys, and values, where they are kept.
+
+    qkv: [N, heads + 2 kv_heads, D]; cos, sin: [context, D], the first half of sin negated; positions, slots: [N]
+    query_norm, key_norm: [D] of norms before rotating, or empty; keys, values: [slots, kv_heads, D]
+    """
+    rows, kv_heads, size = qkv.shape[0], keys.shape[1], keys.shape[2]
+    heads, half = qkv.shape[1] - 2 * kv_heads, size // 2
+    for i in range(rows):
+        at, slot = positions[i], slots[i]
+        for h in range(heads + kv_heads):
+            if query_norm.shape[0]:
+                _norm_head(qkv[i, h], query_norm if h < heads else key_norm, eps)
+            for j in range(half):
+                first, second = qkv[i, h, j], qkv[i, h, j + half]
+                turned = first * cos[at, j] + second * sin[at, j]
+                turned_second = second * cos[at, j + half] + first * sin[at, j + half]
+                if h < heads:
+                    qkv[i, h, j], qkv[i, h, j + half] = turned, turned_second
+                else:
+                    keys[slot, h - heads, j], keys[slot, h - heads, j + half] = turned, turned_second
+        values[slot] = qkv[i, heads + kv_heads :]
+
+
 @cache
-def mix_for(size: int, shared: int):
-    """The two loops (place, attend) around keys and values, for heads of `size` numbers of which `shared` have one key: with
-    both known, what the inner loops do is written out."""
-    half = size // 2
-
-    @njit(**_LOOPS)
-    def place(qkv, cos, sin, positions, slots, query_norm, key_norm, eps, keys, values):
-        """Rotate queries in place and write rotated keys, and values, where they are kept.
-
-        qkv: [N, heads + 2 kv_heads, D]; cos, sin: [context, D], the first half of sin negated; positions, slots: [N]
-        query_norm, key_norm: [D] of norms before rotating, or empty; keys, values: [slots, kv_heads, D]
-        """
-        kv_heads = keys.shape[1]
-        heads = kv_heads * shared
-        for i in range(qkv.shape[0]):
-            at, slot = positions[i], slots[i]
-            for h in range(heads + kv_heads):
-                if query_norm.shape[0]:
-                    _norm_head(qkv[i, h], query_norm if h < heads else key_norm, eps)
-                to = qkv[i, h] if h < heads else keys[slot, h - heads]
-                for j in range(half):
-                    first, second = qkv[i, h, j], qkv[i, h, j + half]
-                    to[j] = first * cos[at, j] + second * sin[at, j]
-                    to[j + half] = second * cos[at, j + half] + first * sin[at, j + half]
-            for h in range(kv_heads):
-                for j in range(size):
-                    values[slot, h, j] = qkv[i, heads + kv_heads + h, j]
+def attend_for(size: int, shared: int):
+    """The loop that attends, for heads of `size` numbers of which `shared` have one key: with both known, what its inner
+    loops do is written out."""
 
     @njit(**_LOOPS)
     def attend(qkv, first, tables, lengths, keys, values, scale, out):
@@ -172,11 +173,9 @@ def mix_for(size: int, shared: int):
                         weight = scores[h, t]
                         for j in range(size):
                             mixed[h, j] += weight * values[slot, k, j]
-            for h in range(heads):
-                for j in range(size):
-                    out[i, h * size + j] = mixed[h, j]
+            out[i, :] = mixed.reshape(heads * size)
 
-    return place, attend
+    return attend
 
 
 def compile_all(size: int, shared: int) -> None:
@@ -185,6 +184,7 @@ def compile_all(size: int, shared: int) -> None:
     ids, one = np.zeros(1, np.int64), _f(1.0)
     add_norm(x, x.copy(), x[0], one, x.copy())
     gate(np.zeros((1, 2), np.float32), np.zeros((1, 1), np.float32))
-    place, attend = mix_for(size, shared)
     place(qkv, x, x, ids, ids, x[0, :0], x[0, :0], one, kept, kept.copy())
-    attend(qkv, 0, ids[None], ids + 1, kept, kept.copy(), one, np.zeros((1, shared * size), np.float32))
+    attend_for(size, shared)(
+        qkv, 0, ids[None], ids + 1, kept, kept.copy(), one, np.zeros((1, shared * size), np.float32)
+    )

@@ -168,7 +168,7 @@ class CompiledSteps:
 
     def __init__(self, kernels: Any, size: int, shared: int) -> None:
         self._kernels = kernels
-        self._place, self._attend = kernels.mix_for(size, shared)
+        self._attend = kernels.attend_for(size, shared)
 
     def norm(self, x: torch.Tensor, due: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         out = torch.empty_like(x)
@@ -187,7 +187,7 @@ class CompiledSteps:
         qkv = qkv.view(rows, s.heads + 2 * s.kv_heads, s.head_dim)
         keys, values = store.of(index, qkv[:, s.heads : s.heads + s.kv_heads])
         norms = [_NONE if norm is None else norm.numpy() for norm in (layer.query_norm, layer.key_norm)]
-        self._place(
+        self._kernels.place(
             qkv.numpy(), s.cos.numpy(), s.sin.numpy(), batch.positions.numpy(), batch.slots.numpy(), *norms,
             np.float32(s.eps), keys.numpy(), values.numpy(),
         )  # fmt: skip
