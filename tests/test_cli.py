@@ -214,6 +214,23 @@ def test_train_only_replays_samples(here, started, monkeypatch, capsys):
     assert (started[0]["only"], started[0]["samples"]) == ("train", Path("samples"))
 
 
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["my.toml"], "mine"),
+        (["my.toml", "name=other"], "other"),
+        (["my.toml", "name=other", "--name", "third"], "third"),
+        (["tiny"], "serve-"),
+        (["tiny", "name=other"], "other"),
+    ],
+)
+def test_a_server_is_named_as_a_run_is(here, started, monkeypatch, words, name):
+    Path("my.toml").write_text('name = "mine"\nmodel.path = "tiny"\n')
+    assert call(monkeypatch, "serve", *words) == 0
+    (folder,) = Path("runs").iterdir()
+    assert folder.name.startswith(name) and (folder.name == name or name == "serve-")
+
+
 # --------------------------------------------------------------------------------------------------------------- rest
 
 

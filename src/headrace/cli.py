@@ -116,11 +116,11 @@ def serve(
     display: Annotated[Display, typer.Option(help="How progress is shown.")] = Display.LINES,
 ) -> None:
     """Serve a model behind an OpenAI-compatible API; what its sessions produce is written as scored groups."""
-    named = [f"name={json.dumps(name or 'serve-' + time.strftime('%Y%m%d-%H%M%S'))}"]
+    # A file names its runs; those of a preset would all have one name.
+    default = [] if config.endswith(".toml") else [f'name="serve-{time.strftime("%Y%m%d-%H%M%S")}"']
     address = [f"clients.host={json.dumps(host)}", f"clients.port={port}"]
-    # An override of the name stands, unless the option says another.
-    words = [*(overrides or []), *named] if name else [*named, *(overrides or [])]
-    loaded = _load(config, [*SERVE, *words, *address], only="rollout")
+    named = [f"name={json.dumps(name)}"] if name else []
+    loaded = _load(config, [*SERVE, *default, *(overrides or []), *address, *named], only="rollout")
     folder = make_run_dir(runs_dir / loaded.name, loaded)
     shown = display.value
     raise typer.Exit(_run(loaded, folder, only="rollout", resume=False, display=shown, samples=None, token=token))

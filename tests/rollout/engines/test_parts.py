@@ -29,11 +29,13 @@ def crowd(seed=0):
 @pytest.fixture
 def forms(monkeypatch):
     """A function that makes all later passes run in one way."""
-    before, compiled = torch.get_num_threads(), llama.steps_for
+    before = torch.get_num_threads()
 
     def use(form: str) -> None:
-        steps = llama.TorchSteps() if form == "torch" else None
-        monkeypatch.setattr(llama, "steps_for", (lambda *shape: steps) if steps else compiled)
+        def steps_for(dtype, size, shared):
+            return llama.TorchSteps() if form == "torch" else llama.CompiledSteps(kernels, size, shared)
+
+        monkeypatch.setattr(llama, "steps_for", steps_for)
         monkeypatch.setattr(batches, "_ROWS_WORTH_A_CORE", 1 if form == "parts" else 10_000)
         torch.set_num_threads(2)
 
