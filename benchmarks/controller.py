@@ -18,7 +18,7 @@ import time
 import numpy as np
 
 from headrace.exchange.staleness import Capacity
-from headrace.orchestrator.controller import FlowSettings
+from headrace.orchestrator.flow import FlowSettings
 from headrace.orchestrator.runtimes.simulated import run_simulated
 from headrace.orchestrator.runtimes.worker import calm_garbage_collection
 from headrace.protocols import RewardRequest, WorkerContext

@@ -25,8 +25,9 @@ from headrace.exchange.stores import open_store
 from headrace.observability.display import Display
 from headrace.observability.recorder import RunRecorder
 from headrace.orchestrator.checkpoint import Checkpoints, Restored, restore
-from headrace.orchestrator.controller import Controller, FlowSettings
+from headrace.orchestrator.controller import Controller
 from headrace.orchestrator.dispatcher import Dispatcher
+from headrace.orchestrator.flow import FlowSettings
 from headrace.orchestrator.narrator import Narrator
 from headrace.orchestrator.parts import Flow, Parts, RunOrder
 from headrace.orchestrator.turns import Turns

@@ -17,7 +17,8 @@ from headrace.exchange.buffer import LeaseBuffer
 from headrace.exchange.codec import encode
 from headrace.exchange.staleness import Capacity
 from headrace.orchestrator.checkpoint import Restored, capture, restore
-from headrace.orchestrator.controller import Controller, FlowSettings
+from headrace.orchestrator.controller import Controller
+from headrace.orchestrator.flow import FlowSettings
 from headrace.rollout.config import GroupConfig
 from headrace.rollout.engines.scripted import ScriptedCosts
 from headrace.simulation.parts import LearnerCosts, NumberedTasks, ScoreCosts, TimedLearner, Watcher

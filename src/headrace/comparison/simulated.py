@@ -7,7 +7,7 @@ from typing import Any
 from headrace.comparison.figures import Figures, figures_of
 from headrace.config import RunConfig
 from headrace.observability.metrics import lag_metrics, unit_lengths
-from headrace.orchestrator.controller import StepReport
+from headrace.orchestrator.flow import StepReport
 from headrace.simulation.cluster import ClusterConfig
 from headrace.simulation.run import Outcome, flow_of, prepared, simulate_flow
 

@@ -21,7 +21,8 @@ from headrace.observability.metrics import (
 )
 from headrace.observability.recorder import RunRecorder
 from headrace.orchestrator.checkpoint import Checkpoints, capture
-from headrace.orchestrator.controller import Controller, StepReport, first_line
+from headrace.orchestrator.controller import Controller, first_line
+from headrace.orchestrator.flow import StepReport
 from headrace.orchestrator.parts import Parts
 from headrace.protocols import Lease
 from headrace.types import Event, FlowStatus, Trajectory, Unit

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.observability.metrics import DropTally, unit_lengths
-from headrace.orchestrator.controller import Controller, StepReport
+from headrace.orchestrator.controller import Controller
+from headrace.orchestrator.flow import StepReport
 from headrace.protocols import Lease, RewardRequest, Turn, WorkerContext
 from headrace.rollout.engines.scripted import ScriptedCosts, ScriptedEngine, uniform
 from headrace.rollout.sources.length_buckets import prompt_key

@@ -18,8 +18,9 @@ from headrace.exchange.interruption import INTERRUPTIONS
 from headrace.exchange.ledger import Ledger
 from headrace.exchange.staleness import Capacity, VersionLine
 from headrace.exchange.stores.memory import MemoryStore
-from headrace.orchestrator.controller import Controller, FlowSettings
+from headrace.orchestrator.controller import Controller
 from headrace.orchestrator.dispatcher import Dispatcher, EngineSlot
+from headrace.orchestrator.flow import FlowSettings
 from headrace.orchestrator.runtimes.local import LocalRuntime
 from headrace.orchestrator.runtimes.simulated import run_simulated
 from headrace.orchestrator.turns import Turns
