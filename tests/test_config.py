@@ -229,6 +229,11 @@ def test_a_dumped_config_loads_again_equal(config: RunConfig):
     )
 
 
+def test_what_follows_from_the_largest_numbers_can_be_read_again():
+    config = resolve(load_config("tiny", [f"training.groups={2**53}", f"rollout.oversample={2**53}"]))
+    assert config_from_dict(tomllib.loads(dump_config(config)), []) == config
+
+
 def test_every_default_of_none_can_be_left_out():
     """dump leaves None out, so a field that may be None must default to it."""
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from headrace.configbase import Config, NonNegative, apply_override, build, config_to_dict, did_you_mean
+from headrace.configbase import LARGEST, Config, NonNegative, apply_override, build, config_to_dict, did_you_mean
 from headrace.errors import ConfigError
 from headrace.exchange.config import BufferConfig, ReplayConfig, StalenessConfig, WeightsConfig, steps_ahead
 from headrace.observability.config import ObservabilityConfig
@@ -240,9 +240,12 @@ def resolve(config: RunConfig) -> RunConfig:
         group=replace(config.group, min_complete=config.group.min_complete or config.group.size),
         rollout=replace(
             config.rollout,
-            max_in_flight=config.rollout.max_in_flight or config.training.groups + config.rollout.oversample,
+            max_in_flight=config.rollout.max_in_flight
+            or min(config.training.groups + config.rollout.oversample, LARGEST),
         ),
-        limits=replace(config.limits, max_dropped=config.limits.max_dropped or 16 * config.training.groups),
+        limits=replace(
+            config.limits, max_dropped=config.limits.max_dropped or min(16 * config.training.groups, LARGEST)
+        ),
     )
 
 
