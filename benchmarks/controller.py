@@ -3,17 +3,21 @@ the slower one's pace.
 
     python benchmarks/controller.py [--groups 2000] [--repeats 5]
 
-Processor time is of the whole process: controller, dispatcher, buffer, ledger, rollouts, and the scripted engine and scorer
-that stand in for the real parts. What these two cost alone, asked for the same samples by nothing but a loop, is measured
-beside it, run by run; the difference is the controller's.
+Processor time is of the whole process: controller, dispatcher, buffer, ledger, rollouts, and the scripted engine,
+environment and scorer that stand in for the real parts. What these cost alone, asked for the same samples by nothing but a
+loop, and what the rollout function costs with nothing but them, is measured beside it, run by run; the differences are the
+rollout function's and the controller's.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import random
 import statistics
 import time
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -21,17 +25,21 @@ from headrace.exchange.staleness import Capacity
 from headrace.orchestrator.flow import FlowSettings
 from headrace.orchestrator.runtimes.simulated import run_simulated
 from headrace.orchestrator.runtimes.worker import calm_garbage_collection
-from headrace.protocols import RewardRequest, WorkerContext
+from headrace.protocols import Lease, RewardRequest, WorkerContext
 from headrace.rollout.config import GroupConfig
-from headrace.rollout.engines.scripted import ScriptedCosts, ScriptedEngine
-from headrace.simulation.parts import LearnerCosts, ScoreCosts, TimedLearner, TimedScorer, Watcher
+from headrace.rollout.engines.scripted import ScriptedCosts
+from headrace.rollout.partial import PARTIAL_POLICIES
+from headrace.rollout.token_rollout import TokenRollout
+from headrace.simulation.parts import FlakyEngine, LearnerCosts, OneTurn, ScoreCosts, TimedLearner, TimedScorer, Watcher
 from headrace.simulation.run import Flow, Outcome, simulate_flow
 from headrace.types import GenerateRequest, RequestKey, SamplingParams, Task
 
 BATCH, SIZE, TOKENS = 16, 8, 64
 
 
-def balanced(steps: int, *, ahead: int = 1, sigma: float = 0.0, train_s: float = TOKENS, seed: int = 0) -> Outcome:
+def balanced(
+    steps: int, *, ahead: int = 1, sigma: float = 0.0, train_s: float = TOKENS, keep: bool = True, seed: int = 0
+) -> Outcome:
     """Each token takes a second whatever runs beside it, as in an engine that waits for its memory; so a batch of equal
     answers takes `TOKENS` seconds to generate, and `train_s` to train on."""
     return simulate_flow(
@@ -44,7 +52,7 @@ def balanced(steps: int, *, ahead: int = 1, sigma: float = 0.0, train_s: float =
             group=GroupConfig(size=SIZE, timeout_s=1e6),
             max_tokens=1024,
             generate_timeout_s=600.0,
-            watcher=Watcher(),
+            watcher=Watcher(keep=keep),
         )
     )
 
@@ -61,37 +69,64 @@ def balance(outcome: Outcome) -> tuple[float, float]:
 
 def milliseconds_a_group(groups: int) -> float:
     started = time.process_time()
-    outcome = balanced(groups // BATCH)
+    outcome = balanced(groups // BATCH, keep=False)  # what was trained on is let go, as in a run
     assert outcome.error is None, outcome.error
     return 1e3 * (time.process_time() - started) / outcome.controller.ledger.trained
 
 
-async def stand_ins(groups: int) -> None:
-    """The same samples from the engine and the scorer alone, a batch at a time."""
-    engine = ScriptedEngine(
-        WorkerContext(name="engine-0", record=lambda event: None),
-        ScriptedCosts(token_s=1.0, prefill_s=0.0, prepare_s=0.05, length=TOKENS, length_sigma=0.0),
-    )
-    scorer, sampling, prompt = TimedScorer(ScoreCosts(), 0), SamplingParams(max_tokens=1024), np.array([1])
+def scripted_engine() -> FlakyEngine:
+    costs = ScriptedCosts(token_s=1.0, prefill_s=0.0, prepare_s=0.05, length=TOKENS, length_sigma=0.0)
+    return FlakyEngine(WorkerContext(name="engine-0", record=lambda event: None), costs, 0.0, random.Random(0))
 
-    async def sample(group: str, member: int) -> None:
+
+def tasks(groups: int) -> Iterator[list[Task]]:
+    for start in range(0, groups, BATCH):
+        yield [Task(task_id=f"g{start + number}", source="numbers", payload={}) for number in range(BATCH)]
+
+
+async def stand_ins(groups: int) -> None:
+    """The same samples from the engine, the environment and the scorer alone, a batch at a time."""
+    engine, scorer, sampling = scripted_engine(), TimedScorer(ScoreCosts(), 0), SamplingParams(max_tokens=1024)
+
+    async def sample(task: Task, member: int) -> None:
+        environment = OneTurn()
+        turn = await environment.reset(task)
         request = GenerateRequest(
-            key=RequestKey(lease_id=group, member=member), group_id=group, prompt_ids=prompt, sampling=sampling
+            key=RequestKey(lease_id=task.task_id, member=member),
+            group_id=task.task_id,
+            prompt_ids=np.asarray(turn.prompt_ids),
+            sampling=sampling,
         )
         generation = await engine.generate(request)
-        task = Task(task_id=group, source="numbers", payload={})
+        await environment.step(generation)
+        await environment.close()
         tokens = tuple(generation.token_ids.tolist())
         await scorer.score(
             [RewardRequest(task=task, prompt="x", completion="", token_ids=tokens, finish_reason="stop")]
         )
 
-    for start in range(0, groups, BATCH):
-        await asyncio.gather(*(sample(f"g{start + number}", m) for number in range(BATCH) for m in range(SIZE)))
+    for batch in tasks(groups):
+        await asyncio.gather(*(sample(task, member) for task in batch for member in range(SIZE)))
 
 
-def milliseconds_of_stand_ins(groups: int) -> float:
+async def rollouts(groups: int) -> None:
+    """The same groups from the rollout function, with nothing between it and the engine."""
+    rollout = TokenRollout(
+        scripted_engine(),
+        OneTurn,
+        TimedScorer(ScoreCosts(), 0),
+        sampling=SamplingParams(max_tokens=1024),
+        group=GroupConfig(size=SIZE, timeout_s=1e6),
+        partial=PARTIAL_POLICIES["continue"],
+        open_time=asyncio.get_running_loop().time,
+    )
+    for number, batch in enumerate(tasks(groups)):
+        await asyncio.gather(*(rollout(Lease(task.task_id, number * BATCH + i, task)) for i, task in enumerate(batch)))
+
+
+def milliseconds_alone(part: Callable[[int], Coroutine[Any, Any, None]], groups: int) -> float:
     started = time.process_time()
-    run_simulated(stand_ins(groups))
+    run_simulated(part(groups))
     return 1e3 * (time.process_time() - started) / groups
 
 
@@ -105,14 +140,19 @@ def main() -> None:
     for ahead, sigma, train_s in ((0, 0.0, TOKENS), (1, 0.0, TOKENS), (1, 0.05, 74.0), (2, 0.05, 74.0)):
         throughput, idle = balance(balanced(40, ahead=ahead, sigma=sigma, train_s=train_s))
         print(f"{ahead} ahead, spread {sigma}: {throughput:.1%} of the trainer alone, idle {idle:.1%}")
-    pairs = [
-        (milliseconds_a_group(arguments.groups), milliseconds_of_stand_ins(arguments.groups))
+    rounds = [
+        (
+            milliseconds_a_group(arguments.groups),
+            milliseconds_alone(rollouts, arguments.groups),
+            milliseconds_alone(stand_ins, arguments.groups),
+        )
         for _ in range(arguments.repeats)
     ]
     for name, times in (
-        ("all", [whole for whole, _ in pairs]),
-        ("stand-ins alone", [alone for _, alone in pairs]),
-        ("the controller's", [whole - alone for whole, alone in pairs]),
+        ("all", [whole for whole, _, _ in rounds]),
+        ("stand-ins alone", [alone for _, _, alone in rounds]),
+        ("the rollout function", [rolled - alone for _, rolled, alone in rounds]),
+        ("controller, dispatcher, buffer, ledger", [whole - rolled for whole, rolled, _ in rounds]),
     ):
         print(
             f"groups of {SIZE}, {name}: median {statistics.median(times):.2f} ms of processor time a group "
