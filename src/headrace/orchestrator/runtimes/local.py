@@ -107,16 +107,18 @@ class LocalProxy:
 
     # ------------------------------------------------------------------------------------------------- internals
 
-    def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> asyncio.Future[Any]:
+    async def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._require_alive()
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        if self._alive:
-            self._pending[self._start(self._run(self._next_id, method, args, kwargs, future))] = future
-        else:
-            future.set_exception(WorkerDied(f"{self.name} is gone"))
-        return future
+        call_id = self._start(self._run(method, args, kwargs, future))
+        self._pending[call_id] = future
+        try:
+            return await future
+        finally:
+            self._pending.pop(call_id, None)
 
     async def _run(
-        self, call_id: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], future: asyncio.Future[Any]
+        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], future: asyncio.Future[Any]
     ) -> None:
         result, failure = None, None
         try:
@@ -129,8 +131,6 @@ class LocalProxy:
             failure = PartFailed(f"{self.name}.{method}: cancelled inside the part")
         except Exception as error:
             failure = self._as_failure(method, error)
-        finally:
-            self._pending.pop(call_id, None)
         if future.done():
             self.ignored_replies += 1
         elif failure is not None:
