@@ -70,6 +70,12 @@ def test_the_three_presets_of_the_readme_exist():
     assert {"quickstart", "tiny", "smollm2-largest"} <= set(preset_names())
 
 
+@pytest.mark.parametrize("name", ["tiny+", "+tiny", "+", "tiny++tiny"])
+def test_a_sum_that_lacks_a_side(name: str):
+    with pytest.raises(ConfigError, match=r"on either side of '\+'"):
+        load_config(name)
+
+
 def test_missing_file_and_unknown_preset(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"absent.toml' does not exist"):
         load_config(tmp_path / "absent.toml", [])

@@ -112,7 +112,7 @@ def _check_actors_server(config: RunConfig, found: Findings, out: Callable[[str]
 
     if importlib.util.find_spec("redis") is None:
         found.problems.append("rollout.source: found 'redis', which needs redis: pip install 'headrace[redis]'")
-    if not answers(config.buffer.url):
+    elif not answers(config.buffer.url):
         found.problems.append(
             "buffer.url: no Redis server answers there; start one (redis-server), or mend the address"
         )

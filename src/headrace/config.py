@@ -92,7 +92,9 @@ def find_sources(source: str | Path) -> list[Path]:
     if not isinstance(source, str) or "+" not in source or Path(source).expanduser().is_file():
         paths = [find_source(source)]
     else:
-        paths = [find_source(part) for part in source.split("+")]
+        if not all(parts := source.split("+")):
+            raise ConfigError("", f"found {source!r}; a preset or file is wanted on either side of '+'")
+        paths = [find_source(part) for part in parts]
     if all(path.parent == LIBRARIES_FOLDER for path in paths):
         paths.insert(0, find_source(DEFAULT_WORK))
     return paths

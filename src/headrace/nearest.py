@@ -7,11 +7,9 @@ Nothing is exchanged in silence: a run goes on with the nearest parts only when 
 from __future__ import annotations
 
 import importlib.util
-import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -88,11 +86,13 @@ def _missing(config: RunConfig, path: str, found: str) -> str | None:
 
 
 def answers(url: str) -> bool:
+    """Whether a Redis server is there that lets this address in: something else may listen at its port."""
+    import redis
+
     try:
-        place = urlsplit(url)
-        with socket.create_connection((place.hostname or "127.0.0.1", place.port or 6379), timeout=0.5):
-            return True
-    except (OSError, ValueError):  # the second for what is no address
+        with redis.Redis.from_url(url, socket_connect_timeout=0.5, socket_timeout=2.0) as client:
+            return bool(client.ping())
+    except (redis.RedisError, OSError, ValueError):  # the last for what is no address
         return False
 
 

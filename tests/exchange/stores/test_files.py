@@ -90,6 +90,33 @@ def test_a_damaged_record_costs_itself_alone(tmp_path, where):
     store.close()
 
 
+@pytest.mark.parametrize("noise", [b"\0" * 5000, bytes(range(256)) * 20, b"x"])
+def test_a_segment_that_is_no_segment_is_counted_and_passed_over(tmp_path, noise):
+    store = FileStore(str(tmp_path))
+    store.append("a", group("a"))
+    store.close()
+    segments(tmp_path)[0].write_bytes(noise)
+    store = FileStore(str(tmp_path))
+    assert store.scan() == [] and store.damaged == 1
+    store.append("b", group("b"))
+    assert store.read("b").group_id == "b"
+    store.close()
+
+
+def test_a_folder_in_the_place_of_a_segment_is_left_alone_and_one_in_that_of_the_lock_is_named(tmp_path):
+    (tmp_path / "0000000007.log").mkdir()
+    store = FileStore(str(tmp_path))
+    store.append("a", group("a"))
+    store.close()
+    store = FileStore(str(tmp_path))
+    assert store.scan() == ["a"] and segments(tmp_path)[-1].stem == "0000000009"
+    store.close()
+    (tmp_path / "lock").unlink()
+    (tmp_path / "lock").mkdir()
+    with pytest.raises(RunDirError, match="lock cannot be opened"):
+        FileStore(str(tmp_path))
+
+
 def test_bytes_that_change_while_the_store_is_open_are_not_handed_out(tmp_path):
     store = FileStore(str(tmp_path))
     store.append("a", group("a"))

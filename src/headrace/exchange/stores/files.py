@@ -67,9 +67,11 @@ class FileStore:
         self._acknowledged: dict[str, _Place] = {}
         self._files: dict[int, int] = {}  # segment -> descriptor, oldest first
         self._live: dict[int, int] = {}  # segment -> units in it that may still be needed
-        self.damaged = 0
+        self.damaged = self._segment = 0
         for number in self._segments():
-            self._load(number)
+            self._segment = number
+            if self._path(number).is_file():
+                self._load(number)
         self._end = 0
         self._flusher = _Flusher()
         self._begin_segment()
@@ -157,7 +159,7 @@ class FileStore:
         return place
 
     def _begin_segment(self) -> None:
-        self._segment = max([*self._files, 0]) + 1
+        self._segment += 1
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
         self._files[self._segment] = os.open(self._path(self._segment), flags, 0o600)
         self._live[self._segment], self._end = 0, 0
@@ -184,7 +186,7 @@ class FileStore:
     # ------------------------------------------------------------------------------------------------------ opening
 
     def _segments(self) -> list[int]:
-        return sorted(int(file.stem) for file in self._folder.glob("*.log") if file.stem.isdecimal() and file.is_file())
+        return sorted(int(file.stem) for file in self._folder.glob("*.log") if file.stem.isdecimal())
 
     def _load(self, number: int) -> None:
         self._files[number] = os.open(self._path(number), os.O_RDONLY | os.O_CLOEXEC)
@@ -213,6 +215,7 @@ class FileStore:
             while following >= 0 and _parse(data, following) is None:
                 following = data.find(_MAGIC, following + 1)
             if following < 0:
+                self.damaged += not data.startswith(_MAGIC[: len(data) - offset], offset)
                 return
             self.damaged += 1
             offset = following
@@ -234,7 +237,12 @@ def _parse(data: bytes, offset: int) -> tuple[int, str, memoryview, int] | None:
 
 
 def _take_lock(folder: Path) -> int:
-    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise RunDirError(
+            f"{folder / 'lock'} cannot be opened ({error.strerror}): is this the folder of a store?"
+        ) from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -32,7 +32,7 @@ from headrace.rollout.clients import wire
 from headrace.rollout.clients.answers import ChatAnswer, TextAnswer
 from headrace.rollout.clients.chat import ChatFormat
 from headrace.rollout.clients.rollout import ClientRollout, Session
-from headrace.rollout.clients.wire import ApiError
+from headrace.rollout.clients.wire import ApiError, shape_error
 
 S = TypeVar("S", bound=msgspec.Struct)
 BODY_TIMEOUT_S = 30.0
@@ -147,7 +147,11 @@ class ClientApp:
                         raise ApiError(413, f"the body is longer than {self.max_bytes} bytes")
         except TimeoutError:
             raise ApiError(408, f"the body did not come within {BODY_TIMEOUT_S:g} s") from None
-        return msgspec.json.decode(bytes(body) or b"{}", type=kind)
+        data = bytes(body) or b"{}"
+        try:
+            return msgspec.json.decode(data, type=kind)
+        except msgspec.ValidationError as error:
+            raise ApiError(400, shape_error(error, data)) from None
 
     # --------------------------------------------------------------------------------------------------- control
 

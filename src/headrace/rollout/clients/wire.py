@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import reprlib
 import time
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -22,6 +24,16 @@ class ApiError(Exception):
     def __init__(self, status: int, message: str, code: str = "") -> None:
         super().__init__(message)
         self.status, self.code = status, code
+
+
+def shape_error(error: msgspec.ValidationError, body: bytes) -> str:
+    """One line for a body of the wrong shape, with the value found: msgspec says where it stands and what was expected."""
+    text = " ".join(str(error).split())
+    place = re.search(r" - at `(?:key in )?\$([^`]*)`$", text)
+    value = msgspec.json.decode(body)
+    for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", place[1] if place else ""):
+        value = value.get(name) if name and isinstance(value, dict) else value[int(index)] if index else None
+    return text if "missing" in text else f"{text}; found {reprlib.repr(value)}"
 
 
 class Part(msgspec.Struct):
