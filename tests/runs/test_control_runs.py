@@ -265,10 +265,10 @@ def test_of_two_policy_workers_what_dies_or_stands_still_is_replaced_and_a_train
 
 def test_a_hanging_environment_is_given_up_and_its_actor_replaced(start):
     running = start(
-        "impala", *SMALL, "rollout.generate_timeout_s=4", "rollout.engine.count=1", "limits.restarts=9",
-        f"env.id={ENVIRONMENTS}:make_misbehaving", 'env.options={how="hangs", after=100}',
+        "impala", *SMALL, "training.steps=4", "rollout.generate_timeout_s=4", "rollout.engine.count=1", "limits.restarts=9",
+        f"env.id={ENVIRONMENTS}:make_misbehaving", 'env.options={how="hangs", after=40}',
     )  # fmt: skip
     ran = running.wait()
-    assert ran.code == 0 and len(ran.steps) == 8, ran.err
+    assert ran.code == 0 and len(ran.steps) == 4, ran.err
     assert "engine-0 is given up" in ran.messages and "engine-0 is replaced" in ran.messages
     assert_accounted(ran)
