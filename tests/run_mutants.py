@@ -112,6 +112,7 @@ MUTANTS = [
         "exchange/buffer.py",
         "            self.pool.appendleft((lease.task, remainder))\n",
         "            pass\n",
+        ("tests/contracts/test_buffer.py",),
     ),
     Mutant(
         "a batch is taken in the order of arrival",

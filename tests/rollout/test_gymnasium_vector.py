@@ -37,6 +37,18 @@ async def test_every_mode_gives_the_same_transitions(mode, autoreset):
 
 
 @pytest.mark.parametrize(("mode", "autoreset"), MODES)
+async def test_what_ends_in_the_step_that_a_time_limit_cuts_is_terminated_alone(mode, autoreset):
+    """The limit is the counter's own length: each of its ends is cut as well, and every second one is a termination."""
+    made = actor("counter", mode=mode, autoreset=autoreset, steps=7, max_episode_steps=3)
+    units = await collect(made, 3)
+    await made.close()
+    assert not any((unit.terminated & unit.truncated).any() for unit in units)
+    for n in range(2):
+        found = transitions(units, n)
+        assert found == counter_transitions(3, len(found))
+
+
+@pytest.mark.parametrize(("mode", "autoreset"), MODES)
 async def test_episodes_are_counted_right(mode, autoreset):
     made = actor("counter", mode=mode, autoreset=autoreset, steps=5)
     units = await collect(made, 4)

@@ -112,8 +112,13 @@ async def test_a_killed_rollout_worker_fails_its_trajectories_and_is_replaced(st
     # The second request may still have waited for its slot's first observations: then the new worker serves it.
     assert isinstance(failed[0], PartFailed) and "is gone" in str(failed[0])
     assert isinstance(failed[1], PartFailed) or failed[1].size == 2 * 300 - (~failed[1].valid).sum()
-    (unit,) = await collect(made, 1)
-    assert unit.size > 0 and made.starts == 2
+    units = await collect(made, 2)
+    assert made.starts == 2
+    for unit in units:  # from the new worker's first step on: nothing of what the dead one had begun is in them
+        for n in range(2):
+            found = transitions([unit], n)
+            start_at = int(found[0][0]) * 3 + int(found[0][1])
+            assert len(found) > 100 and found == counter_transitions(3, start_at + len(found))[start_at:]
 
 
 async def test_one_that_hangs_is_killed_and_one_that_raises_says_why(start):

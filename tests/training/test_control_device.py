@@ -102,6 +102,20 @@ def test_a_value_gains_nothing_by_moving_beyond_its_clip():
     assert errors.tolist() == pytest.approx([0.5 * 3.5**2, 0.5 * 3.1**2])
 
 
+async def test_running_figures_move_after_the_update_that_was_acted_under_them():
+    made = await device(policy=PolicyConfig(hidden=(8,), normalise_observations=True))
+    batch = steps()
+    with torch.no_grad():
+        made._network.policy_head.weight.mul_(100)
+        outputs, _ = made._network.evaluate({"obs": torch.from_numpy(batch.observations["obs"][:-1]).flatten(0, 1)})
+        logprobs = made._distribution.logprobs(outputs, torch.from_numpy(batch.actions).flatten()).view(5, 6).numpy()
+    mean = made._network.encoder.leaves[0].normaliser.mean
+    before = mean.clone()
+    metrics = await made.update(replace(batch, behavior_logprobs=logprobs))
+    assert metrics["loss/ratio_max"].mean == pytest.approx(1.0, abs=1e-5)
+    assert not torch.equal(mean, before)
+
+
 @pytest.mark.parametrize("kind", ["ppo", "appo", "impala"])
 async def test_chunks_add_up_to_the_whole_gradient(kind, monkeypatch):
     results = []
