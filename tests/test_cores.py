@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from headrace.cores import Crew, use_threads
+from headrace.cores import WORTH_MEETING, Crew, threads_for, use_threads
 
 
 def test_a_part_that_fails_fails_the_whole_after_the_others_ended():
@@ -59,3 +59,17 @@ def test_parts_have_one_thread_each_and_leave_the_callers_alone():
         assert fresh == [2]
     finally:
         torch.set_num_threads(before)
+
+
+def test_small_passes_run_on_one_thread_and_what_the_caller_had_comes_back():
+    before = torch.get_num_threads()
+    try:
+        use_threads(2)
+        with threads_for(WORTH_MEETING):
+            assert torch.get_num_threads() == 2
+        with pytest.raises(ValueError), threads_for(WORTH_MEETING - 1):
+            assert torch.get_num_threads() == 1
+            raise ValueError
+        assert torch.get_num_threads() == 2
+    finally:
+        use_threads(before)

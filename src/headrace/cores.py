@@ -6,17 +6,37 @@ up all. Parts with rows of their own, on one thread each, meet once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
 
 T = TypeVar("T")
+WORTH_MEETING = 1 << 26
+"""Multiplications of a pass (weights times rows) from which on threads that share each of its products save more than
+their meetings cost. Beside a process that holds a core, each meeting waits for the scheduler: a small pass then takes
+thirty times as long as on one thread."""
+
+
+@contextmanager
+def threads_for(multiplications: int) -> Iterator[None]:
+    """One thread for passes of so few, else those that the caller may use."""
+    own = torch.get_num_threads()
+    if own == 1 or multiplications >= WORTH_MEETING:
+        yield
+        return
+    use_threads(1)
+    try:
+        yield
+    finally:
+        use_threads(own)
 
 
 class Crew:
-    """As many threads as the caller may use, with a core each, that run parts of a work. They end with it."""
+    """Threads, with a core each, that run parts of a work. They end with it."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
@@ -27,7 +47,7 @@ class Crew:
 
     def _side_by_side(self, calls: list[Callable[[], T]]) -> list[T]:
         own = torch.get_num_threads()
-        self._pool = self._pool or ThreadPoolExecutor(own, "part")
+        self._pool = self._pool or ThreadPoolExecutor(os.cpu_count(), "part")
         futures = [self._pool.submit(_on_one_core, call) for call in calls]
         wait(futures)
         torch.set_num_threads(own)  # threads that begin later begin with what was said last, by whichever thread

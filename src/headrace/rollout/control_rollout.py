@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from headrace.cores import threads_for
 from headrace.errors import HeadraceError, PartFailed, RolloutDropped
 from headrace.policies.config import PolicyConfig
 from headrace.policies.shared_pass import Passes, SharedPass
@@ -101,7 +102,8 @@ class Actor(Acting):
 
     async def _record_trajectory(self, request: TrajectoryRequest) -> Trajectory:
         changes = self._shared.changes if self._shared is not None else 0
-        recorded = await self._loop(request)
+        with threads_for(self.engine.weights * self.env.count):
+            recorded = await self._loop(request)
         trajectory = self._trajectory(request, recorded)
         refuse_what_is_not_finite(self.env.id, trajectory)
         if self._shared is not None:

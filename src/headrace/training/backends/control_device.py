@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial, reduce
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.cores import Crew
+from headrace.cores import Crew, threads_for
 from headrace.errors import ConfigError, RunDirError
 from headrace.policies.config import PolicyConfig
 from headrace.policies.distributions import distribution_of
@@ -23,7 +24,7 @@ from headrace.protocols import Annotation, WeightChannel, WorkerContext
 from headrace.training import checkpoint_folder
 from headrace.training.advantages import Credit, gae, vtrace
 from headrace.training.backends.policy_device import WEIGHTS, PolicyDevice
-from headrace.training.backends.step_rows import Part, Rows
+from headrace.training.backends.step_rows import ROWS_WORTH_A_CORE, Part, Rows
 from headrace.training.config import AlgorithmConfig, TrainingConfig
 from headrace.training.losses import StepLossInputs, step_loss
 from headrace.training.optimizer import FlatAdamW, FlatParameters
@@ -69,20 +70,15 @@ class ControlDevice(PolicyDevice):
         self._distribution = distribution_of(spaces.action, self._policy.squash)
         self._network = build_network(spaces, self._policy, self._distribution.size, self._seed).to(device)
         self._flat = FlatParameters(self._network)
-        self._crew = Crew()
         # Only networks of ours: a user's own may draw random numbers, or keep figures, in an order that threads would mix.
-        self._parallel = device == "cpu" and isinstance(self._network, PolicyNetwork)
+        parallel = device == "cpu" and isinstance(self._network, PolicyNetwork)
+        self._crew, self._cores = Crew(), torch.get_num_threads() if parallel else 1
         total = self._training.steps * self._training.epochs * self._training.minibatches
         self._optimizer = FlatAdamW(self._flat, self._training.optimizer, total)
         self._shuffle = torch.Generator(device).manual_seed(self._seed)
         if self.shared is not None:
             self.shared.network = self._network
         self._returns = (0.0, 0.0, 0.0)  # count, mean, sum of squared differences
-
-    @property
-    def _cores(self) -> int:
-        """That one minibatch may be cut for."""
-        return torch.get_num_threads() if self._parallel else 1
 
     # --------------------------------------------------------------------------------------------------- training
 
@@ -91,7 +87,7 @@ class ControlDevice(PolicyDevice):
         training = self._training
         once = training.epochs * training.minibatches == 1 and not self._network.recurrent
         rows = Rows(batch)
-        with self._event("forward_backward"):
+        with self._event("forward_backward"), self._threads(batch.rewards.size // training.minibatches):
             if once:
                 found = self._update_once(batch, rows)
             else:
@@ -99,6 +95,11 @@ class ControlDevice(PolicyDevice):
                 found = self._epochs(rows)
             self._follow(rows)
         return found.summary() | rows.explained_variance()
+
+    def _threads(self, rows: int) -> AbstractContextManager[None]:
+        """Of each product of a minibatch; one where its parts have cores of their own, as what is left beside them is small."""
+        cut = self._cores > 1 and rows >= 2 * ROWS_WORTH_A_CORE and not self._network.recurrent
+        return threads_for(0 if cut else self._flat.values.numel() * rows)
 
     def _update_once(self, batch: StepBatch, rows: Rows) -> Updates:
         """One step on the whole batch: its forward pass serves the values that credit is made of, too; and if the batch
