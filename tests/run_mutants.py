@@ -201,9 +201,9 @@ MUTANTS = [
     Mutant(
         "running figures move before the update",
         "training/backends/control_device.py",
-        '        rows = Rows(batch)\n        with self._event("forward_backward"):\n            if once:',
+        '        rows = Rows(batch)\n        with self._event("forward_backward"), self._threads',
         "        rows = Rows(batch)\n        for name, normalisers in self._network.normalisers():\n            for normaliser in normalisers:\n"
-        '                normaliser.update(rows.observations[name].float())\n        with self._event("forward_backward"):\n            if once:',
+        '                normaliser.update(rows.observations[name].float())\n        with self._event("forward_backward"), self._threads',
         ("tests/training/test_control_device.py",),
     ),
     Mutant(

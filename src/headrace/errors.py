@@ -69,7 +69,8 @@ class MissingExtra(UserError):
 
     def __init__(self, package: str, extra: str, what: str) -> None:
         super().__init__(
-            f"{what} needs the package {package!r}, which is not installed: pip install 'headrace[{extra}]'"
+            f"{what} needs the package {package!r}, which is not installed: pip install 'headrace[{extra}]' (in a clone: "
+            f".venv/bin/pip install -e '.[{extra}]')"
         )
 
 

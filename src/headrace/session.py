@@ -68,6 +68,7 @@ class Session:
             state, error = "stopped", "at once, without a checkpoint"
             if not self.interrupts:
                 raise
+            self.display.message(f"stopped at once; {self._how_to_go_on() or 'nothing was begun yet'}")
         except Exception as raised:
             state = "failed"
             if self.running is not None and isinstance(raised, RunError):
@@ -117,15 +118,21 @@ class Session:
 
     def _say_how_to_go_on(self, running: Assembled, error: RunError) -> None:
         """Add to the error's line what the run's folder allows."""
-        folder = self.order.run_dir
-        step = Checkpoints(folder, self.order.config.checkpoint.keep).newest_step()
-        if step is not None:
-            how = f"go on from step {step} with: headrace run --resume {folder}"
-        elif isinstance(error, TrainingFailed) or running.narrator.unsaved:
-            how = "there is no checkpoint for --resume (see checkpoint.every_steps), start anew with another --name"
-        else:
+        if self._newest_step() is None and not isinstance(error, TrainingFailed) and not running.narrator.unsaved:
             return
-        error.args = (f"{error}; {how}", *error.args[1:])
+        error.args = (f"{error}; {self._how_to_go_on()}", *error.args[1:])
+
+    def _newest_step(self) -> int | None:
+        return Checkpoints(self.order.run_dir, self.order.config.checkpoint.keep).newest_step()
+
+    def _how_to_go_on(self) -> str:
+        """Empty for a run that has not begun."""
+        step = self._newest_step()
+        if step is not None:
+            return f"go on from step {step} with: headrace run --resume {self.order.run_dir}"
+        if self.running is None:
+            return ""
+        return "there is no checkpoint for --resume (see checkpoint.every_steps), start anew with another --name"
 
     def _write_state(self, running: Assembled, state: str, error: str = "") -> None:
         order, controller, ledger = self.order, running.controller, running.controller.ledger
@@ -163,6 +170,8 @@ class Session:
                 f"rollout alone: {narrator.samples} samples, {rates[0]:.1f} samples/s, {rates[1]:.0f} tokens/s; "
                 f"train on them with --only train --samples {self.order.run_dir / 'groups'}"
             )
+        elif state == "stopped":
+            self.display.message(self._how_to_go_on())
         elif state == "finished":
             fingerprint = await running.backend.fingerprint()
             self.display.message(f"weights {fingerprint[:16]} after {running.controller.step} steps")

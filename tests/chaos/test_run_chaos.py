@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import resource
 import signal
 import threading
@@ -137,6 +138,10 @@ def test_a_stop_signal_ends_with_a_checkpoint_and_resume_does_the_rest(lab, whol
     assert ran.state["state"] == "stopped" and 2 <= steps < 60
     flow = json.loads((ran.folder / "checkpoints" / f"step_{steps:06d}" / "flow.json").read_text())
     assert flow["step"] == steps
+    assert f"go on from step {steps} with: headrace run --resume" in ran.out
+    for line in ran.out.splitlines():  # each line shows the figures of its own step
+        if found := re.match(r"step +(\d+)/60 +reward +([\d.]+)", line):
+            assert float(found[2]) == pytest.approx(ran.steps[int(found[1]) - 1]["reward/mean"], abs=6e-4), line
     resumed = lab.here(f"training.steps={steps + 2}", *(["runtime=local"] if whole_group else []), resume="r")
     assert resumed.code == 0, resumed.err
     assert_accounted(resumed)
@@ -153,7 +158,7 @@ def test_ctrl_c_twice_and_ctrl_c_before_the_run_began(lab):
     running.process.send_signal(signal.SIGINT)
     ran = running.wait()
     assert ran.code == 130 and "Traceback" not in ran.err, ran.err
-    assert ran.state["state"] == "stopped"
+    assert ran.state["state"] == "stopped" and "stopped at once; there is no checkpoint" in ran.out
     assert_accounted(ran)
 
     early = lab.start("--name", "early")

@@ -10,9 +10,9 @@ from headrace.observability.display import (
     LinesDisplay,
     LiveDisplay,
     NoDisplay,
+    Pace,
     Terminal,
     clock,
-    eta_s,
     open_display,
     plain,
     sparkline,
@@ -38,9 +38,21 @@ def test_sparkline():
     assert sparkline([0, 1], 8, ascii_only=True).isascii()
 
 
-def test_clock_and_eta():
+def test_clock():
     assert (clock(65), clock(3700), clock(-1)) == ("1:05", "1:01:40", "0:00")
-    assert eta_s(status(10)) == 90.0 and eta_s(status(0)) is None and eta_s(status(40)) is None
+
+
+@pytest.mark.parametrize("begun_at", [0, 30])
+def test_the_time_left_is_told_from_the_second_step_of_this_part_of_the_run_on(begun_at):
+    pace = Pace()
+    told = [pace.left_s(status(begun_at + step, elapsed_s=20.0 + 3.0 * step if step else 0.5)) for step in range(5)]
+    assert told == [None, None, *(3.0 * (40 - begun_at - step) for step in (2, 3, 4))]
+    assert pace.left_s(status(40, elapsed_s=200.0)) is None
+
+
+def test_a_first_step_that_was_the_first_thing_seen_is_no_end_of_a_step():
+    pace = Pace()
+    assert pace.left_s(status(1)) is None and pace.left_s(status(2)) is None and pace.left_s(status(3)) == 111.0
 
 
 def test_plain_takes_escape_sequences_out():

@@ -113,6 +113,17 @@ def test_a_killed_run_with_torn_and_damaged_files(run, tmp_path):
     page_of(folder, tmp_path)
 
 
+def test_a_resumed_runs_time_is_that_of_all_its_parts_and_what_was_left_over_is_no_waste(tmp_path):
+    rows = [{"step": step, "time/elapsed_s": at} for step, at in ((1, 10.0), (2, 21.0), (2, 5.0), (3, 9.0), (4, 4.0))]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "run.json").write_text('{"elapsed_s": 6.5, "counts": {"trained": 8}}')
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "time/elapsed_s": 6.0, "drops/end": 8, "drops/stopped": 8, "drops/stale": 2}\n')
+    built = build_report(tmp_path)
+    assert built.elapsed_s == 21.0 + 9.0 + 6.5
+    assert built.dropped_share == pytest.approx(0.2) and built.dropped["end"] == 8
+
+
 def test_a_run_with_no_step(tmp_path):
     folder = tmp_path / "young"
     folder.mkdir()

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import socket
+import sys
 import threading
+from dataclasses import replace
 
 import pytest
 
-from headrace.config import load_config
+from headrace.config import load_config, resolve
 from headrace.configbase import build
 from headrace.errors import ConfigError, Stalled
 from headrace.orchestrator.runtimes.simulated import run_simulated
-from headrace.simulation.cluster import CLUSTER_FILE, ClusterConfig, load_cluster
-from headrace.simulation.run import simulate
+from headrace.simulation.cluster import CLUSTER_FILE, ClusterConfig, load_cluster, with_workload
+from headrace.simulation.run import flow_of, simulate, simulate_flow
 
 SMALL = {
     "generation": {"engines": 2, "rates": [[1, 50.0], [64, 1600.0]], "max_running": 64},
@@ -80,6 +83,21 @@ def test_tasks_of_like_length_together_cut_the_wait_for_the_longest():
     assert plain.controller.ledger.trained == buckets.controller.ledger.trained == 320
     tokens = [sum(engine.drawn_tokens for engine in o.engines) for o in (plain, buckets)]
     assert tokens[1] == pytest.approx(tokens[0], rel=0.05)
+
+
+def test_an_interrupted_simulation_ends_without_a_word_of_its_parts(monkeypatch):
+    """Whatever is thrown away unended when the loop is closed would be told to the hook."""
+    told = []
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+
+    def interrupted(loop, controller, engines):
+        loop.call_at(100.0, signal.raise_signal, signal.SIGINT)
+
+    config = resolve(with_workload(load_config("tiny", ["training.steps=1000"]), cluster()))
+    with pytest.raises(KeyboardInterrupt):
+        simulate_flow(replace(flow_of(config, cluster()), faults=interrupted))
+    gc.collect()
+    assert not told
 
 
 def test_it_stops_after_the_time_it_is_given():

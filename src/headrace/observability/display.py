@@ -76,11 +76,23 @@ def clock(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
 
 
-def eta_s(status: FlowStatus) -> float | None:
-    """Seconds to the last step at the mean pace so far; None before the first step."""
-    if status.step <= 0 or status.total_steps <= status.step:
-        return None
-    return status.elapsed_s / status.step * (status.total_steps - status.step)
+class Pace:
+    """Tells the seconds to the last step, at the pace since the first step that it saw the end of: that one has the start
+    in it, and a resumed run does not begin at step 0."""
+
+    def __init__(self) -> None:
+        self._known: FlowStatus | None = None
+        self._first: FlowStatus | None = None
+
+    def left_s(self, status: FlowStatus) -> float | None:
+        """None before the second step, and after the last."""
+        if self._first is None and self._known is not None and status.step > self._known.step:
+            self._first = status
+        self._known = self._known or status
+        first = self._first
+        if first is None or not first.step < status.step < status.total_steps:
+            return None
+        return (status.elapsed_s - first.elapsed_s) / (status.step - first.step) * (status.total_steps - status.step)
 
 
 def plain(text: str, encoding: str | None = "utf-8") -> str:
@@ -95,8 +107,8 @@ def dropped_words(dropped: dict[str, int]) -> str:
     return ", ".join(parts) or "none"
 
 
-def step_line(status: FlowStatus) -> str:
-    """One step in one line."""
+def step_line(status: FlowStatus, left_s: float | None = None) -> str:
+    """One step in one line. left_s: to the last one, if that is known."""
     reward = "  -  " if status.reward is None else f"{status.reward:.3f}"
     width = len(str(status.total_steps))
     parts = [
@@ -111,8 +123,7 @@ def step_line(status: FlowStatus) -> str:
     ]
     if any(status.dropped.values()):
         parts.insert(-1, f"dropped {dropped_words(status.dropped)}")
-    left = eta_s(status)
-    return "  ".join(parts + ([f"(left {clock(left)})"] if left is not None else []))
+    return "  ".join(parts + ([f"(left {clock(left_s)})"] if left_s is not None else []))
 
 
 # ---------------------------------------------------------------------------------------------------------- displays
@@ -136,12 +147,14 @@ class LinesDisplay:
         self._total_steps = total_steps
         self._console = console
         self._last_step = 0
+        self._pace = Pace()
         self._broken = False
 
     def update(self, status: FlowStatus) -> None:
+        left_s = self._pace.left_s(status)
         if status.step > self._last_step:
             self._last_step = status.step
-            self._line(step_line(status))
+            self._line(step_line(status, left_s))
 
     def message(self, text: str) -> None:
         self._line(text)
@@ -169,6 +182,8 @@ class LiveDisplay:
         self._ascii = "utf" not in (console.encoding or "").lower()
         self._rewards: list[float] = []
         self._last_step = 0
+        self._pace = Pace()
+        self._left_s: float | None = None
         self._drawn_at = float("-inf")
         self._sample = ""
         self._sample_at = float("-inf")
@@ -182,6 +197,7 @@ class LiveDisplay:
         if self._closed:
             return
         new_step = status.step > self._last_step
+        self._left_s = self._pace.left_s(status)
         if new_step:
             self._last_step = status.step
             if status.reward is not None and status.reward == status.reward:
@@ -233,11 +249,10 @@ class LiveDisplay:
 
     def _progress(self, status: FlowStatus, width: int) -> RenderableType:
         total = status.total_steps or self._total_steps
-        left = eta_s(status)
         line = Text(no_wrap=True, overflow="ellipsis")
         line.append(f"step {status.step}/{total}", style="bold")
         line.append(f"   {clock(status.elapsed_s)}")
-        line.append(f"   left {clock(left)}" if left is not None else "")
+        line.append(f"   left {clock(self._left_s)}" if self._left_s is not None else "")
         if self._ascii:
             return line
         # In a table, since a bare bar ends without a line break.

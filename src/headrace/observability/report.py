@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from io import StringIO
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,8 @@ class Report:
     verdict: Verdict
     dropped: dict[str, int]
     trained: int
+    elapsed_s: float | None = None
+    """Of all parts of a run that was resumed."""
     samples: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     """First and last recorded step -> rows of its samples."""
 
@@ -99,19 +102,8 @@ class Report:
         return sum(values) / len(values) if values else None
 
     @property
-    def elapsed_s(self) -> float | None:
-        known = self.run.get("elapsed_s")
-        if isinstance(known, int | float):
-            return float(known)
-        elapsed = self.last("time/elapsed_s")
-        if elapsed is not None:
-            return elapsed
-        return max((e.time_ns + e.duration_ns for e in self.events), default=0) / 1e9 or None
-
-    @property
     def dropped_share(self) -> float:
-        lost = sum(self.dropped.values())
-        return lost / (lost + self.trained) if lost else 0.0
+        return dropped_share(self.dropped, self.trained)
 
     def step_times(self) -> dict[str, list[float]]:
         """Name of the part of a step -> seconds at each step, from metrics or, where they lack it, from events."""
@@ -161,10 +153,10 @@ def build_report(folder: Path) -> Report:
         raise RunDirError(f"{folder}: not a run folder (it holds none of {', '.join(RUN_FILES)})")
     config = _read_config(folder)
     run = _read_dict(folder / "run.json")
-    rows = by_step(read_jsonl(folder / METRICS_FILE))
+    written = read_jsonl(folder / METRICS_FILE)
+    rows = by_step(written)
     events = stitch(read_events(folder))
     dropped, trained = _fates(rows, events, run)
-    lost = sum(dropped.values())
     return Report(
         folder=folder,
         name=str(config.get("name") or folder.resolve().name),
@@ -174,9 +166,10 @@ def build_report(folder: Path) -> Report:
         rows=rows,
         evaluation=by_step(read_jsonl(folder / "evaluation.jsonl")),
         events=events,
-        verdict=find_bottleneck(events, config, lost / (lost + trained) if lost else 0.0, cores=run.get("cores")),
+        verdict=find_bottleneck(events, config, dropped_share(dropped, trained), cores=run.get("cores")),
         dropped=dropped,
         trained=trained,
+        elapsed_s=_elapsed_s(written, run, events),
         samples=_first_and_last_samples(folder / SAMPLES_FOLDER),
     )
 
@@ -220,6 +213,23 @@ def _first_and_last_samples(folder: Path) -> dict[int, list[dict[str, Any]]]:
     chosen = [min(files), max(files)] if files else []
     read = {step: [row for row in read_jsonl(files[step]) if isinstance(row, dict)] for step in chosen}
     return {step: rows for step, rows in read.items() if rows}
+
+
+def dropped_share(dropped: Mapping[str, int], trained: int) -> float:
+    """Of the units that came to an end; what was only left over when the run ended is not counted."""
+    lost = sum(count for reason, count in dropped.items() if reason not in ("end", "stopped"))
+    return lost / (lost + trained) if lost else 0.0
+
+
+def _elapsed_s(rows: Sequence[Any], run: Mapping[str, Any], events: Sequence[Event]) -> float | None:
+    """Seconds of all parts of a run: the clock of each begins anew."""
+    clocks = [row.get("time/elapsed_s") for row in rows if isinstance(row, dict)]
+    clocks = [float(clock) for clock in clocks if isinstance(clock, int | float) and math.isfinite(clock)]
+    before = sum(clock for clock, following in pairwise(clocks) if following < clock)
+    last = clocks[-1:] + [float(known) for known in [run.get("elapsed_s")] if isinstance(known, int | float)]
+    if last:
+        return before + last[-1]
+    return max((e.time_ns + e.duration_ns for e in events), default=0) / 1e9 or None
 
 
 def _fates(
@@ -309,11 +319,14 @@ def facts(report: Report, width: int = 40) -> list[tuple[str, str]]:
     peak = max((v for v in report.column("lag/step/max") if math.isfinite(v)), default=None)
     found.append(("lag of a step", f"mean {_words(steps)}, max {_words(peak)}" if steps is not None else ""))
     gap = report.mean("mismatch/logprob_diff_mean", last=5)
-    peak = report.last("mismatch/logprob_diff_max")
+    peak = max((v for v in report.column("mismatch/logprob_diff_max")[-5:] if math.isfinite(v)), default=None)
     error = report.last("engine/weight_error")
     rounded = f"; the engines' weights are rounded by {_words(error)}" if error else ""
     found.append(
-        ("log-prob difference", f"mean {_words(gap)}, max {_words(peak)} (last){rounded}" if gap is not None else "")
+        (
+            "log-prob difference",
+            f"mean {_words(gap)}, max {_words(peak)} in the last five steps{rounded}" if gap is not None else "",
+        )
     )
     weight, kept = report.mean("correction/weight_mean", last=5), report.mean("correction/weight_ess", last=5)
     out = report.mean("correction/masked_share", last=5)

@@ -251,7 +251,7 @@ class Narrator:
         }
         return FlowStatus(
             elapsed_s=self.elapsed_s,
-            step=controller.step,
+            step=report.step if report else controller.step,  # which may be a step ahead of what is known of it
             total_steps=self.total_steps,
             version=controller.versions.version,
             live_version=sync.live_version,

@@ -8,6 +8,7 @@ because an answer from outside would arrive at a moment that the virtual clock k
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import selectors
 from collections.abc import Coroutine
@@ -125,6 +126,14 @@ def run_simulated(main: Coroutine[Any, Any, T]) -> T:
         if failures:
             raise failures[0]
         return result
+    except BaseException:
+        # What is thrown away unended would complain, coroutine by coroutine, that its loop is gone.
+        running = asyncio.all_tasks(loop)
+        for task in running:
+            task.cancel()
+        with contextlib.suppress(BaseException):
+            loop.run_until_complete(asyncio.gather(*running, return_exceptions=True))
+        raise
     finally:
         for task in asyncio.all_tasks(loop):
             task.cancel()
