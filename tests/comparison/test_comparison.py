@@ -131,6 +131,7 @@ def test_oversampling_cuts_the_wait_for_the_slowest_and_shows_its_bias(monkeypat
         (("seed=1",), "compare needs presets"),
         (("verl", "verl", "--nearest"), "a preset is named twice"),
         (("verl",), "add --nearest"),
+        (("verl", "miles"), "; miles: "),
         (("verl", "--simulate", "absent.toml"), "'absent.toml' is no file"),
         (("verl", "--hours", "2", "--nearest"), "goes with --simulate"),
         (("verl", "--simulate", "cluster.toml", "--hours", "nan"), "--hours: found nan"),

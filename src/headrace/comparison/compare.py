@@ -10,7 +10,7 @@ from headrace.comparison.figures import Figures, merge
 from headrace.comparison.table import cells, markdown_table, notes, page, text_table
 from headrace.config import library_names, load_config
 from headrace.errors import UserError
-from headrace.nearest import exchanged
+from headrace.nearest import substitute
 from headrace.valid_config import validate
 
 
@@ -43,11 +43,15 @@ def compare(
     if cluster is not None:
         figures = _simulate(presets, overrides, cluster, hours, rounds, tell)
     else:
+        exchanges: list[str] = []
         for name, source in presets:
-            config, exchanges = exchanged(load_config(source, overrides), allowed=nearest)
+            config, own = substitute(load_config(source, overrides))
             validate(config)
-            for exchange in exchanges:
-                tell(f"{name}: {exchange}, which is used")
+            exchanges += [f"{name}: {exchange}" for exchange in own]
+        if exchanges and not nearest:
+            raise UserError(f"{'; '.join(exchanges)}: add --nearest to go on with that")
+        for exchange in exchanges:
+            tell(f"{exchange}, which is used")
         figures = _run(presets, overrides, rounds, runs_dir, nearest, tell)
     rows = cells(figures, rewards=cluster is None)
     show(markdown_table(rows) if markdown else text_table(rows))
