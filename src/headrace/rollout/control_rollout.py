@@ -102,7 +102,7 @@ class Actor(Acting):
 
     async def _record_trajectory(self, request: TrajectoryRequest) -> Trajectory:
         changes = self._shared.changes if self._shared is not None else 0
-        with threads_for(self.engine.weights * self.env.count):
+        with threads_for(self.engine.multiplications * self.env.count):
             recorded = await self._loop(request)
         trajectory = self._trajectory(request, recorded)
         refuse_what_is_not_finite(self.env.id, trajectory)

@@ -27,7 +27,10 @@ class PolicyNetworkEngine:
         self.spaces, self.channel = spaces, channel
         self.distribution = distribution_of(spaces.action, config.squash)
         self.network = build_network(spaces, config, self.distribution.size, seed).requires_grad_(False).to(device)
-        self.weights = sum(parameter.numel() for parameter in self.network.parameters())
+        self.multiplications = sum(parameter.numel() for parameter in self.network.parameters())
+        """Of a row, at least."""
+        if any(leaf.kind == "image" for leaf in spaces.leaves):  # a convolution uses each of its weights many times
+            self.multiplications *= 16
         self.generator = torch.Generator(device).manual_seed(seed)
         self.version, self.swaps = NO_VERSION, 0
         self._tensors = dict(self.network.state_dict())  # the live ones, not copies
