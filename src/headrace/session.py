@@ -165,11 +165,7 @@ class Session:
         for problem in narrator.recorder.problems:
             self.display.message(problem)
         if self.order.only == "rollout":
-            rates = narrator.rates()
-            self.display.message(
-                f"rollout alone: {narrator.samples} samples, {rates[0]:.1f} samples/s, {rates[1]:.0f} tokens/s; "
-                f"train on them with --only train --samples {self.order.run_dir / 'groups'}"
-            )
+            self.display.message(narrator.without_a_trainer())
         elif state == "stopped":
             self.display.message(self._how_to_go_on())
         elif state == "finished":

@@ -122,13 +122,10 @@ class SamplingParams:
     def with_seed(self, seed: int) -> SamplingParams:
         """The same for another generation: `dataclasses.replace` without its checks, which cost more than a request."""
         copy = object.__new__(SamplingParams)
-        for put, value in zip(_ARRIVALS[SamplingParams][0], _SAMPLING_VALUES(self), strict=True):
-            put(copy, value)
+        for name in SamplingParams.__slots__:  # type: ignore[attr-defined]
+            object.__setattr__(copy, name, getattr(self, name))
         object.__setattr__(copy, "seed", seed)
         return copy
-
-
-_SAMPLING_VALUES = attrgetter(*SamplingParams.__slots__)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from headrace.observability.display import (
     LinesDisplay,
     LiveDisplay,
     NoDisplay,
-    Pace,
+    Steps,
     Terminal,
     clock,
     open_display,
@@ -44,15 +44,13 @@ def test_clock():
 
 @pytest.mark.parametrize("begun_at", [0, 30])
 def test_the_time_left_is_told_from_the_second_step_of_this_part_of_the_run_on(begun_at):
-    pace = Pace()
-    told = [pace.left_s(status(begun_at + step, elapsed_s=20.0 + 3.0 * step if step else 0.5)) for step in range(5)]
-    assert told == [None, None, *(3.0 * (40 - begun_at - step) for step in (2, 3, 4))]
-    assert pace.left_s(status(40, elapsed_s=200.0)) is None
-
-
-def test_a_first_step_that_was_the_first_thing_seen_is_no_end_of_a_step():
-    pace = Pace()
-    assert pace.left_s(status(1)) is None and pace.left_s(status(2)) is None and pace.left_s(status(3)) == 111.0
+    steps, told = Steps(), []
+    for step in (0, 0, 1, 1, 2, 3):
+        at = status(begun_at + step, elapsed_s=20.0 + 3.0 * step if step else 0.5)
+        told.append((steps.ended(at), steps.left_s))
+    left = [3.0 * (40 - begun_at - step) for step in (2, 3)]
+    assert told == [(False, None), (False, None), (True, None), (False, None), (True, left[0]), (True, left[1])]
+    assert steps.ended(status(40)) and steps.left_s is None
 
 
 def test_plain_takes_escape_sequences_out():

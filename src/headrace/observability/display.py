@@ -76,23 +76,24 @@ def clock(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
 
 
-class Pace:
-    """Tells the seconds to the last step, at the pace since the first step that it saw the end of: that one has the start
-    in it, and a resumed run does not begin at step 0."""
+class Steps:
+    """Tells when a step ended, and the seconds to the last one at the pace since the first end that it saw: what comes
+    before has the start in it, and a resumed run does not begin at step 0."""
 
     def __init__(self) -> None:
-        self._known: FlowStatus | None = None
+        self._last_step: int | None = None
         self._first: FlowStatus | None = None
+        self.left_s: float | None = None
 
-    def left_s(self, status: FlowStatus) -> float | None:
-        """None before the second step, and after the last."""
-        if self._first is None and self._known is not None and status.step > self._known.step:
-            self._first = status
-        self._known = self._known or status
-        first = self._first
-        if first is None or not first.step < status.step < status.total_steps:
-            return None
-        return (status.elapsed_s - first.elapsed_s) / (status.step - first.step) * (status.total_steps - status.step)
+    def ended(self, status: FlowStatus) -> bool:
+        """Whether a step did since the picture before; the first picture only says where this run begins."""
+        before, self._last_step = self._last_step, status.step
+        if before is None or status.step <= before:
+            return False
+        first = self._first = self._first or status
+        done, left = status.step - first.step, status.total_steps - status.step
+        self.left_s = (status.elapsed_s - first.elapsed_s) / done * left if done > 0 and left > 0 else None
+        return True
 
 
 def plain(text: str, encoding: str | None = "utf-8") -> str:
@@ -146,15 +147,12 @@ class LinesDisplay:
     def __init__(self, total_steps: int, console: Console) -> None:
         self._total_steps = total_steps
         self._console = console
-        self._last_step = 0
-        self._pace = Pace()
+        self._steps = Steps()
         self._broken = False
 
     def update(self, status: FlowStatus) -> None:
-        left_s = self._pace.left_s(status)
-        if status.step > self._last_step:
-            self._last_step = status.step
-            self._line(step_line(status, left_s))
+        if self._steps.ended(status):
+            self._line(step_line(status, self._steps.left_s))
 
     def message(self, text: str) -> None:
         self._line(text)
@@ -181,9 +179,7 @@ class LiveDisplay:
         self._console = console
         self._ascii = "utf" not in (console.encoding or "").lower()
         self._rewards: list[float] = []
-        self._last_step = 0
-        self._pace = Pace()
-        self._left_s: float | None = None
+        self._steps = Steps()
         self._drawn_at = float("-inf")
         self._sample = ""
         self._sample_at = float("-inf")
@@ -196,12 +192,9 @@ class LiveDisplay:
     def update(self, status: FlowStatus) -> None:
         if self._closed:
             return
-        new_step = status.step > self._last_step
-        self._left_s = self._pace.left_s(status)
-        if new_step:
-            self._last_step = status.step
-            if status.reward is not None and status.reward == status.reward:
-                self._rewards.append(status.reward)
+        new_step = self._steps.ended(status)
+        if new_step and status.reward is not None and status.reward == status.reward:
+            self._rewards.append(status.reward)
         now = time.monotonic()
         if status.sample and status.sample != self._sample and now - self._sample_at >= SAMPLE_S:
             self._sample, self._sample_at = status.sample, now
@@ -252,7 +245,8 @@ class LiveDisplay:
         line = Text(no_wrap=True, overflow="ellipsis")
         line.append(f"step {status.step}/{total}", style="bold")
         line.append(f"   {clock(status.elapsed_s)}")
-        line.append(f"   left {clock(self._left_s)}" if self._left_s is not None else "")
+        left_s = self._steps.left_s
+        line.append(f"   left {clock(left_s)}" if left_s is not None else "")
         if self._ascii:
             return line
         # In a table, since a bare bar ends without a line break.

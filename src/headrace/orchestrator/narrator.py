@@ -212,6 +212,14 @@ class Narrator:
         seconds = max(end[0] - start[0], 1e-9)
         return (end[1] - start[1]) / seconds, (end[2] - start[2]) / seconds
 
+    def without_a_trainer(self) -> str:
+        """What a run of `--only rollout` has made."""
+        rates = self.rates()
+        return (
+            f"rollout alone: {self.samples} samples, {rates[0]:.1f} samples/s, {rates[1]:.0f} tokens/s; "
+            f"train on them with --only train --samples {self.run_folder / 'groups'}"
+        )
+
     @property
     def elapsed_s(self) -> float:
         """Seconds since the run began, evaluations left out."""
@@ -226,11 +234,11 @@ class Narrator:
         """Keep the display and the engines' figures fresh."""
         asked = 0.0
         while True:
+            self.display.update(self.status())
             now = time.monotonic()
             if now - asked >= STATS_S:
                 asked = now
                 await self._ask_engines()
-            self.display.update(self.status())
             await asyncio.sleep(STATUS_S)
 
     async def _ask_engines(self) -> None:
