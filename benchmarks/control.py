@@ -87,6 +87,11 @@ def headrace(
     seconds: float, preset: str, words: Any = (), threads: int = 1, seed: int = 0, learn: bool = False
 ) -> dict:
     """A preset through assembly, ledger, weight sync and recording, as `headrace run` does it. learn: up to its target."""
+    import gymnasium  # noqa: F401  (imports before clocks)
+
+    import headrace.assemble_control  # noqa: F401
+    import headrace.rollout.control_rollout
+    import headrace.training.backends.control_device  # noqa: F401
     from headrace.config import load_config, resolve
     from headrace.orchestrator.narrator import Narrator
     from headrace.session import run

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from headrace.training.config import OptimizerConfig
 
@@ -79,49 +80,60 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
 
 
 class FlatAdamW:
-    """AdamW on a FlatParameters. Clipping costs no pass of its own: the fused kernel divides by `grad_scale`."""
+    """AdamW on a FlatParameters. Clipping costs no pass of its own: the fused kernel divides by `grad_scale`.
+
+    The kernel is called as a function: `torch.optim.AdamW` brings in torch's compiler, which takes seconds, at its first use.
+    """
 
     def __init__(self, flat: FlatParameters, config: OptimizerConfig, total_steps: int) -> None:
         self.flat, self.config, self.total_steps = flat, config, total_steps
         self.attempts = 0
+        self._moments: dict[str, Tensor] = {}
+        """step, exp_avg, exp_avg_sq, from the first step on."""
         self._away: Path | dict[str, Tensor] | None = None
-        self._target = nn.Parameter(flat.master, requires_grad=True)
-        self._adam = torch.optim.AdamW(
-            [self._target],
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
 
+    @torch.no_grad()
     def step(self) -> tuple[float, float, bool]:
         """(gradient norm before clipping, learning rate, stepped). A gradient that is not finite changes nothing."""
         rate = learning_rate(self.config, self.attempts, self.total_steps)
         self.attempts += 1
-        grads = self.flat.grads
+        grads, master = self.flat.grads, self.flat.master
         norm = float(torch.linalg.vector_norm(grads, dtype=torch.float32))
         if not math.isfinite(norm):
             grads.zero_()
             return norm, rate, False
-        self._adam.param_groups[0]["lr"] = rate
         clip = self.config.clip_norm
-        scale = norm / clip if clip > 0 and norm > clip else None
-        self._adam.grad_scale = None if scale is None else torch.tensor(scale, device=grads.device)
-        self._target.grad = grads if grads.dtype == torch.float32 else grads.float()
-        self._adam.step()
-        self._target.grad = None
-        if self.flat.master is not self.flat.values:
-            self.flat.values.copy_(self.flat.master)
+        if not self._moments:
+            self._moments = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
+            self._moments["step"] = torch.zeros((), device=master.device)
+        adamw(
+            [master],
+            [grads if grads.dtype == torch.float32 else grads.float()],
+            [self._moments["exp_avg"]],
+            [self._moments["exp_avg_sq"]],
+            [],
+            [self._moments["step"]],
+            fused=True,
+            grad_scale=torch.tensor(norm / clip, device=grads.device) if 0 < clip < norm else None,
+            amsgrad=False,
+            beta1=self.config.betas[0],
+            beta2=self.config.betas[1],
+            lr=rate,
+            weight_decay=self.config.weight_decay,
+            eps=self.config.eps,
+            maximize=False,
+        )
+        if master is not self.flat.values:
+            self.flat.values.copy_(master)
         grads.zero_()
         return norm, rate, True
 
     def offload(self, folder: Path) -> None:
         """Take the moments off the device: to host memory; from a CPU, whose memory that is, to a file in `folder`."""
-        moments = self._adam.state.pop(self._target, None)
-        if moments is None:
+        moments, self._moments = self._moments, {}
+        if not moments:
             return
-        if self._target.device.type == "cpu":
+        if self.flat.master.device.type == "cpu":
             self._away = folder / "moments.safetensors"
             save_file(moments, self._away)
         else:
@@ -133,14 +145,12 @@ class FlatAdamW:
         if away is None:
             return
         moments = load_file(away) if isinstance(away, Path) else away
-        # Fused AdamW keeps its step count on the device too.
-        self._adam.state[self._target] = {name: tensor.to(self._target.device) for name, tensor in moments.items()}
+        # The fused kernel keeps its step count on the device too.
+        self._moments = {name: tensor.to(self.flat.master.device) for name, tensor in moments.items()}
 
     def state(self) -> dict[str, Tensor]:
         """Tensors to save."""
-        found = self._adam.state.get(self._target, {})
-        state = {name: found[name] for name in ("exp_avg", "exp_avg_sq") if name in found}
-        state["step"] = torch.as_tensor(float(found.get("step", 0.0)))
+        state = {"step": torch.zeros(()), **self._moments}
         if self.flat.master is not self.flat.values:
             state["master"] = self.flat.master
         return state
@@ -148,12 +158,8 @@ class FlatAdamW:
     def restore(self, state: dict[str, Tensor], attempts: int) -> None:
         """Take over saved tensors."""
         self.attempts = attempts
-        self._adam.state.pop(self._target, None)
-        if "exp_avg" in state:
-            self._adam.state[self._target] = {
-                "step": state["step"].clone().to(self._target.device, torch.float32),
-                "exp_avg": state["exp_avg"].clone().to(self._target.device),
-                "exp_avg_sq": state["exp_avg_sq"].clone().to(self._target.device),
-            }
+        device = self.flat.master.device
+        names = ("step", "exp_avg", "exp_avg_sq") if "exp_avg" in state else ()
+        self._moments = {name: state[name].clone().to(device, torch.float32) for name in names}
         if "master" in state:
             self.flat.master.copy_(state["master"])
