@@ -89,7 +89,7 @@ def headrace(
     """A preset through assembly, ledger, weight sync and recording, as `headrace run` does it. learn: up to its target."""
     import gymnasium  # noqa: F401  (imports before clocks)
 
-    import headrace.assemble_control  # noqa: F401
+    import headrace.assemble_control
     import headrace.rollout.control_rollout
     import headrace.training.backends.control_device  # noqa: F401
     from headrace.config import load_config, resolve

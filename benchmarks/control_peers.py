@@ -75,6 +75,7 @@ def by_hand(
     import gymnasium
     import numpy as np
     import torch
+    import torch._dynamo  # which the optimiser would import when it is made
     from torch import nn
 
     torch.manual_seed(seed)
@@ -148,6 +149,7 @@ def by_hand(
 def sb3(seconds: float, count=64, steps=32, epochs=1, batch=2048, lr=2.5e-3, threads=1, seed=0, learn=False) -> dict:
     """Stable-Baselines3's PPO over plain environments."""
     import torch
+    import torch._dynamo
     from stable_baselines3 import PPO
     from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.env_util import make_vec_env
