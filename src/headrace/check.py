@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from headrace.config import RunConfig, cores, resolve
-from headrace.errors import DataError, UserError
+from headrace.errors import DataError, UserError, how_to_install
 from headrace.estimates import (
     ModelShape,
     batch_arithmetic,
@@ -111,7 +111,7 @@ def _check_actors_server(config: RunConfig, found: Findings, out: Callable[[str]
     from headrace.nearest import answers
 
     if importlib.util.find_spec("redis") is None:
-        found.problems.append("rollout.source: found 'redis', which needs redis: pip install 'headrace[redis]'")
+        found.problems.append(f"rollout.source: found 'redis', which needs redis: {how_to_install('redis')}")
     elif not answers(config.buffer.url):
         found.problems.append(
             "buffer.url: no Redis server answers there; start one (redis-server), or mend the address"
@@ -141,7 +141,7 @@ def _check_machine(config: RunConfig, found: Findings) -> None:
     for sink, package in EXTRAS.items():
         if sink in config.observability.sinks and importlib.util.find_spec(package) is None:
             found.problems.append(
-                f"observability.sinks: found {sink!r}, whose package is not installed: pip install 'headrace[{sink}]', or leave it out"
+                f"observability.sinks: found {sink!r}, whose package is not installed: {how_to_install(sink)}, or leave it out"
             )
 
 
@@ -184,7 +184,7 @@ def _check_serving(config: RunConfig, tokenizer: Any, found: Findings, out: Call
         found.warnings.append("model.path: the model has no chat template, so clients can use /v1/completions only")
     for package in ("starlette", "uvicorn"):
         if importlib.util.find_spec(package) is None:
-            found.problems.append(f"rollout.source: found 'http', which needs {package}: pip install 'headrace[serve]'")
+            found.problems.append(f"rollout.source: found 'http', which needs {package}: {how_to_install('serve')}")
 
 
 def _check_memory(

@@ -68,10 +68,12 @@ class MissingExtra(UserError):
     """An optional package is not installed."""
 
     def __init__(self, package: str, extra: str, what: str) -> None:
-        super().__init__(
-            f"{what} needs the package {package!r}, which is not installed: pip install 'headrace[{extra}]' (in a clone: "
-            f".venv/bin/pip install -e '.[{extra}]')"
-        )
+        super().__init__(f"{what} needs the package {package!r}, which is not installed: {how_to_install(extra)}")
+
+
+def how_to_install(extra: str) -> str:
+    """The command for a package set."""
+    return f"pip install 'headrace[{extra}]' (in a clone: .venv/bin/pip install -e '.[{extra}]')"
 
 
 class RunDirError(UserError):

@@ -7,7 +7,7 @@ Nothing is exchanged in silence: a run goes on with the nearest parts only when 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,9 +66,14 @@ def substitute(config: RunConfig) -> tuple[RunConfig, list[Exchange]]:
 def exchanged(config: RunConfig, *, allowed: bool) -> tuple[RunConfig, list[Exchange]]:
     """`substitute`, refused in one line unless it is allowed or nothing is missing."""
     nearest, exchanges = substitute(config)
+    refuse(exchanges, allowed=allowed)
+    return nearest, exchanges
+
+
+def refuse(exchanges: Sequence[Exchange | str], *, allowed: bool) -> None:
+    """All of them in one line, unless they are allowed."""
     if exchanges and not allowed:
         raise ConfigError("", f"{'; '.join(map(str, exchanges))}: add --nearest to go on with that")
-    return nearest, exchanges
 
 
 def _missing(config: RunConfig, path: str, found: str) -> str | None:

@@ -10,7 +10,7 @@ from headrace.comparison.figures import Figures, merge
 from headrace.comparison.table import cells, markdown_table, notes, page, text_table
 from headrace.config import library_names, load_config
 from headrace.errors import UserError
-from headrace.nearest import substitute
+from headrace.nearest import refuse, substitute
 from headrace.valid_config import validate
 
 
@@ -48,8 +48,7 @@ def compare(
             config, own = substitute(load_config(source, overrides))
             validate(config)
             exchanges += [f"{name}: {exchange}" for exchange in own]
-        if exchanges and not nearest:
-            raise UserError(f"{'; '.join(exchanges)}: add --nearest to go on with that")
+        refuse(exchanges, allowed=nearest)
         for exchange in exchanges:
             tell(f"{exchange}, which is used")
         figures = _run(presets, overrides, rounds, runs_dir, nearest, tell)

@@ -351,6 +351,8 @@ GARBAGE = [
     ("/v1/completions", b'{"prompt": "1", "max_tokens": "many"}', 400, "found 'many'"),
     ("/v1/completions", b'{"prompt": "1", "logit_bias": {"3": "x"}}', 400, "logit_bias"),
     ("/v1/completions", b"[1, 2]", 400, "found [1, 2]"),
+    ("/v1/chat/completions", b'{"messages": [{"role": "king"}], "messages": 5}', 400, "king"),
+    ("/v1/chat/completions", b'{"messages": [], "x": ' + b"[" * 50_000, 400, ""),
     ("/v1/completions", b'{"prompt": [1180591620717411303424]}', 400, ""),
     ("/v1/completions", b'{"prompt": "1", "top_k": 1000000000000000000000000}', 400, ""),
     ("/v1/completions", b'{"prompt": "1", "logit_bias": {"3": 1e308}}', 400, "logit_bias"),

@@ -31,8 +31,11 @@ def shape_error(error: msgspec.ValidationError, body: bytes) -> str:
     text = " ".join(str(error).split())
     place = re.search(r" - at `(?:key in )?\$([^`]*)`$", text)
     value = msgspec.json.decode(body)
-    for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", place[1] if place else ""):
-        value = value.get(name) if name and isinstance(value, dict) else value[int(index)] if index else None
+    try:
+        for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", place[1] if place else ""):
+            value = value[name or int(index)]
+    except (LookupError, TypeError):  # a key that comes twice: the place is in the first, the value the last's
+        return text
     return text if "missing" in text else f"{text}; found {reprlib.repr(value)}"
 
 

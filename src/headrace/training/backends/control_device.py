@@ -94,7 +94,7 @@ class ControlDevice(PolicyDevice):
                 rows.fill(self._credit(batch, rows))
                 found = self._epochs(rows)
             self._follow(rows)
-        return found.summary() | rows.explained_variance()
+            return found.summary() | rows.explained_variance()
 
     def _threads(self, rows: int) -> AbstractContextManager[None]:
         """Of each product of a minibatch; one where its parts have cores of their own, as what is left beside them is small."""
