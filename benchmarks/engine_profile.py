@@ -4,7 +4,7 @@
 
 `smollm2` has the shape of SmolLM2-135M, `tiny` that of the built-in model. Prompts have 20 to 120 tokens, answers 48, all at
 temperature 1; groups are 8 siblings where there are so many requests. `--profile` times the parts of a step inside
-real runs, in passes that are not split.
+real runs.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Clock:
 
 def watch() -> Clock:
     """Every part of a pass under a clock. For the rest of the process."""
-    from headrace.rollout.engines.native import attention, core, linear, llama
+    from headrace.rollout.engines.native import attention, compiled, core, linear, llama
 
     clock = Clock()
     clock.wrap(core.NativeCore, "advance", "scheduling")
@@ -106,7 +106,8 @@ def watch() -> Clock:
     clock.wrap(llama.LlamaWeights, "forward", "embedding")
     for product in linear.FORMS.values():
         clock.wrap(product, "__call__", "matrix products")
-    for steps in (llama.CompiledSteps, llama.TorchSteps):
+    clock.wrap(compiled.PanelLinear, "__call__", "matrix products")
+    for steps in (compiled.CompiledSteps, llama.TorchSteps):
         clock.wrap(steps, "norm", "norms, residuals")
         clock.wrap(steps, "gate", "gates")
         clock.wrap(steps, "mix", "rotary embedding, writing keys and values, attention")
@@ -127,18 +128,16 @@ async def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     clock = watch() if given.profile else None
-    if clock:
-        batches._ROWS_WORTH_A_CORE = 1 << 30  # one clock cannot tell parts apart that run at the same time
     context = WorkerContext(name="engine-0", record=lambda event: None, resources=Resources(threads=given.threads))
     more = {} if given.weights == "model" else {"weights": given.weights}
     config = EngineConfig(max_running=64, threads=given.threads, **more)
-    made = engine.build_native(
-        context, config, make_model(given.size, given.layers), "float32", None, "keep", inline=True
-    )
     if given.torch:
         from headrace.rollout.engines.native import llama
 
         llama.steps_for = lambda *shape: llama.TorchSteps()
+    made = engine.build_native(
+        context, config, make_model(given.size, given.layers), "float32", None, "keep", inline=True
+    )
     vocab = SHAPES[given.size]["vocab_size"]
     for count in given.requests:
         await generate_all(made, requests_of(count, vocab, 10_000))

@@ -1,4 +1,4 @@
-"""The steps between products are the same compiled or not, and a pass gives the same whole or in parts."""
+"""The steps of a pass are the same compiled or not, and to the bit whoever takes part in them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.exchange.channels.in_process import InProcessChannel
-from headrace.rollout.engines.native import batches, kernels, llama
-from headrace.rollout.engines.native.batches import share_out
+from headrace.rollout.engines.native import compiled, kernels, llama, team
+from headrace.rollout.engines.native.linear import to_int8
 from rollout.engines.engine_models import ask, build_engine, build_model, endless, folder_of, prompt_of, publish, until
 
 
@@ -28,16 +28,13 @@ def crowd(seed=0):
 
 @pytest.fixture
 def forms(monkeypatch):
-    """A function that makes all later passes run in one way."""
-    before = torch.get_num_threads()
+    """A function that makes all engines built after it run in one way."""
+    before, compiled = torch.get_num_threads(), llama.steps_for
 
     def use(form: str) -> None:
-        def steps_for(dtype, size, shared):
-            return llama.TorchSteps() if form == "torch" else llama.CompiledSteps(kernels, size, shared)
-
-        monkeypatch.setattr(llama, "steps_for", steps_for)
-        monkeypatch.setattr(batches, "_ROWS_WORTH_A_CORE", 1 if form == "parts" else 10_000)
-        torch.set_num_threads(2)
+        monkeypatch.setattr(llama, "steps_for", compiled if form != "torch" else lambda *shape: llama.TorchSteps())
+        monkeypatch.setattr(team, "WORTH_MEETING", 0)
+        torch.set_num_threads(2 if form == "team" else 1)
 
     yield use
     torch.set_num_threads(before)
@@ -55,19 +52,22 @@ def assert_alike(first, second):
 )
 async def test_all_forms_of_a_pass_give_the_same(forms, engine, family):
     answers = []
-    for form in ("torch", "whole", "parts"):
+    for form in ("torch", "alone", "team"):
         forms(form)
         made = build_engine(folder=folder_of(family), **engine)
         answers.append(await asyncio.gather(*map(made.generate, crowd())))
-        assert (made.core.crew._pool is not None) == (form == "parts")
+        if form != "torch":
+            assert (made.core.weights.shape.steps._team._pool is not None) == (form == "team")
         await made.close()
     assert_alike(answers[0], answers[1])
-    assert_alike(answers[1], answers[2])
+    for alone, team_ in zip(*answers[1:], strict=True):
+        assert alone.token_ids.tolist() == team_.token_ids.tolist()
+        assert alone.logprobs.tolist() == team_.logprobs.tolist()
 
 
-async def test_a_swap_in_the_middle_reaches_every_part(forms):
+async def test_a_swap_in_the_middle_reaches_all_threads(forms):
     answers = []
-    for form in ("whole", "parts"):
+    for form in ("alone", "team"):
         forms(form)
         channel = InProcessChannel()
         engine = build_engine(channel=channel)
@@ -96,55 +96,126 @@ def test_loops_that_cannot_be_compiled_are_replaced_aloud(monkeypatch):
     def full_disk(*shape):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(kernels, "compile_all", full_disk)
-    llama.steps_for.cache_clear()
+    monkeypatch.setattr(kernels, "loops_for", full_disk)
     with pytest.warns(UserWarning, match="slower.*no space left"):
         assert isinstance(llama.steps_for(torch.float32, 8, 1), llama.TorchSteps)
-    llama.steps_for.cache_clear()
     assert isinstance(llama.steps_for(torch.bfloat16, 8, 1), llama.TorchSteps)
 
 
 def test_this_machine_runs_compiled_loops():
-    llama.steps_for.cache_clear()
-    assert isinstance(llama.steps_for(torch.float32, 8, 1), llama.CompiledSteps)
-
-
-@given(pieces=st.lists(st.integers(1, 300), max_size=12), decoding=st.integers(0, 200), cores=st.integers(1, 9))
-def test_shares_hold_every_row_once_and_are_even(pieces, decoding, cores):
-    pieces = [(f"p{index}", count) for index, count in enumerate(pieces)]
-    rows = [f"d{index}" for index in range(decoding)]
-    shares = share_out(pieces, rows, cores)
-    assert sorted(piece for share in shares for piece in share[0]) == sorted(pieces)
-    assert sorted(row for share in shares for row in share[1]) == sorted(rows)
-    assert all(share[1] == sorted(share[1], key=rows.index) for share in shares)
-    loads = [sum(count for _, count in share[0]) + len(share[1]) for share in shares]
-    assert 1 <= len(shares) <= cores
-    assert len(shares) in (1, cores)  # a part has one thread: no core is left out
-    if len(shares) > 1:
-        assert min(loads) > 0 and max(loads) <= 1.3 * sum(loads) / len(loads)
+    assert isinstance(llama.steps_for(torch.float32, 8, 1), compiled.CompiledSteps)
 
 
 def test_exponentials_are_right_over_their_range():
     x = np.concatenate([np.linspace(-86, 88, 200_001), [-1e38, 0.0, -0.0]]).astype(np.float32)[None]
-    out = np.empty_like(x)
-    kernels.gate(np.concatenate([x, np.ones_like(x)], axis=1), out)
+    out = compiled.CompiledSteps(8, 1).gate(torch.from_numpy(np.concatenate([x, np.ones_like(x)], axis=1))).numpy()
     exact = x.astype(np.float64) / (1 + np.exp(np.minimum(-x.astype(np.float64), 700)))
     np.testing.assert_allclose(out, exact, rtol=3e-6, atol=1e-30)
 
 
 @pytest.mark.parametrize("spoilt", [float("nan"), float("inf")])
 def test_what_is_not_a_number_stays_none(spoilt):
-    steps = llama.CompiledSteps(kernels, 8, 1)
+    steps = compiled.CompiledSteps(8, 1)
     x = torch.zeros(2, 8)
     x[1, 3] = spoilt
     normed = steps.norm(x, torch.zeros(2, 8), torch.ones(8), 1e-5)
     gated = steps.gate(torch.cat([x, torch.full((2, 8), spoilt)], dim=1))
     assert torch.isfinite(normed[0]).all() and not torch.isfinite(normed[1]).all()
     assert not torch.isfinite(gated[1, 3])
-    qkv = np.zeros((2, 3, 8), np.float32)
-    kept = np.zeros((4, 1, 8), np.float32)
+    kept = torch.zeros(4, 1, 8)
     kept[2] = spoilt
-    out = np.zeros((2, 8), np.float32)
-    tables, lengths = np.array([[0, 1], [0, 2]]), np.array([2, 2])
-    kernels.attend_for(8, 1)(qkv, 0, tables, lengths, kept, kept, np.float32(1.0), out)
-    assert np.isfinite(out[0]).all() and not np.isfinite(out[1]).any()
+    out = attend(steps, torch.zeros(2, 3, 8), [[0, 1], [0, 2]], kept, kept, 1)
+    assert torch.isfinite(out[0]).all() and not torch.isfinite(out[1]).any()
+
+
+def attend(steps, qkv, slots, keys, values, kv_heads):
+    """What a team makes of each row's queries, over some slots each."""
+    out = torch.zeros(qkv.shape[0], qkv.shape[1] - 2 * kv_heads, qkv.shape[2])
+    counts = torch.tensor([len(one) for one in slots])
+    arrays = (
+        qkv,
+        counts.cumsum(0) - counts,
+        counts,
+        torch.tensor([slot for one in slots for slot in one]),
+        keys,
+        values,
+        out,
+    )
+    numbers = (*(one.data_ptr() for one in arrays), int(np.float32(0.5).view(np.int32)), kv_heads)
+    steps._team.run(kernels.ATTEND, len(slots) * kv_heads, numbers)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("size", "heads", "kv_heads"), [(64, 9, 3), (80, 4, 2), (128, 14, 2), (8, 1, 1), (24, 5, 1), (256, 2, 2)]
+)
+def test_attention_of_any_shape_of_heads_is_that_of_torch(size, heads, kv_heads):
+    torch.manual_seed(size)
+    steps = compiled.CompiledSteps(size, heads // kv_heads)
+    keys, values, qkv = (
+        torch.randn(70, kv_heads, size),
+        torch.randn(70, kv_heads, size),
+        torch.randn(4, heads + 2 * kv_heads, size),
+    )
+    slots = [[7], list(range(69, 0, -3)), list(range(33)), [5, 5, 6, 1]]
+    out = attend(steps, qkv, slots, keys, values, kv_heads)
+    for row, where in enumerate(slots):
+        exact = torch.nn.functional.scaled_dot_product_attention(
+            qkv[row, :heads, None],
+            keys[where].transpose(0, 1),
+            values[where].transpose(0, 1),
+            scale=0.5,
+            enable_gqa=True,
+        )
+        torch.testing.assert_close(out[row], exact[:, 0], atol=2e-6, rtol=2e-5)
+
+
+def test_scores_far_apart_give_no_numbers_that_take_long():
+    kept, qkv = torch.zeros(3, 1, 8), torch.ones(1, 3, 8)
+    kept[1], kept[2] = -30.0, -22.0
+    out = attend(compiled.CompiledSteps(8, 1), qkv, [[0, 1, 2]], kept, torch.ones(3, 1, 8), 1)
+    assert out.tolist() == [[[1.0] * 8]]
+
+
+@given(
+    rows=st.integers(1, 70), panels=st.integers(1, 5), inputs=st.sampled_from([1, 3, 64, 2047, 2049, 5000]),
+    threads=st.integers(1, 3), form=st.sampled_from(["packed", "bfloat16", "int8"]), biased=st.booleans(),
+)  # fmt: skip
+def test_a_product_by_panels_is_that_with_its_weights(rows, panels, inputs, threads, form, biased):
+    """Whatever the rows, the threads and the form; and to the bit what each row alone gives."""
+    torch.manual_seed(rows)
+    outputs, before = panels * kernels.PANEL, torch.get_num_threads()
+    weight, x = torch.randn(outputs, inputs), torch.randn(rows, inputs)
+    bias = torch.randn(outputs) if biased else None
+    steps = compiled.CompiledSteps(8, 1)
+    product = steps.linear(form, weight, bias, None)
+    assert isinstance(product, compiled.PanelLinear)
+    try:
+        torch.set_num_threads(threads)
+        with steps.gathered(1 << 40):
+            out = product(x).clone()
+    finally:
+        torch.set_num_threads(before)
+    if form == "bfloat16":
+        weight = weight.bfloat16().float()
+    elif form == "int8":
+        integers, scales = to_int8(weight)
+        weight = integers * scales[:, None]
+    exact = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    assert (out - exact).abs().max() < 1e-5 * max(1, inputs) ** 0.5 * 5
+    for row in {0, rows // 2, rows - 1}:
+        assert torch.equal(product(x[row : row + 1]), out[row : row + 1])
+
+
+def test_a_failure_in_a_pass_sends_the_helpers_home():
+    steps, before = compiled.CompiledSteps(8, 1), torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with pytest.raises(ZeroDivisionError), steps.gathered(1 << 40):
+            assert torch.get_num_threads() == 1
+            raise ZeroDivisionError
+        assert torch.get_num_threads() == 3
+        for helper in steps._team._helpers:
+            helper.result(timeout=30)
+    finally:
+        torch.set_num_threads(before)

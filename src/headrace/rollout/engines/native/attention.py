@@ -6,7 +6,6 @@ row for each sequence that decodes stands after them.
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +52,25 @@ class Pass:
     """Rows [start, stop) that run under an older adapter, the last of the pass, and that adapter."""
     _biases: dict[int, torch.Tensor] = field(default_factory=dict)
 
+    def row_slots(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Which slots each row looks at, with no regard to what kind of row it is.
+
+        starts, counts: [N] a row's part of the third, which holds all rows' slots
+        """
+        flat = [stretch.slots for stretch in self.stretches]
+        starts, counts, at = [], [], 0
+        for stretch in self.stretches:
+            rows, length = stretch.stop - stretch.start, stretch.slots.numel()
+            starts.append(torch.full((rows,), at))
+            counts.append(torch.arange(length - rows + 1, length + 1))
+            at += length
+        if self.tables is not None:
+            decoding, width = self.tables.shape
+            flat.append(self.tables.flatten())
+            starts.append(torch.arange(at, at + decoding * width, width))
+            counts.append(self.lengths)
+        return torch.cat(starts), torch.cat(counts), torch.cat(flat)
+
     def decode_bias(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """[D, 1, 1, L] 0 where a decoding row may look, -inf elsewhere."""
         key = window or 0
@@ -71,7 +89,6 @@ class KeyValues:
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
-        self._making = threading.Lock()
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
 
@@ -85,12 +102,11 @@ class KeyValues:
         self, layer: int, keys: torch.Tensor, values: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The layer's two tensors. keys, values: [N, kv_heads, head_dim], like which they are made; values None: like keys"""
-        with self._making:  # parts of a pass may come here at once
-            if layer not in self.keys:
-                # Not cleared: a slot is read only after it was written, and untouched memory costs nothing.
-                values = keys if values is None else values
-                self.values[layer] = values.new_empty(self.slots, *values.shape[1:])
-                self.keys[layer] = keys.new_empty(self.slots, *keys.shape[1:])
+        if layer not in self.keys:
+            # Not cleared: a slot is read only after it was written, and untouched memory costs nothing.
+            values = keys if values is None else values
+            self.values[layer] = values.new_empty(self.slots, *values.shape[1:])
+            self.keys[layer] = keys.new_empty(self.slots, *keys.shape[1:])
         return self.keys[layer], self.values[layer]
 
     def copy(self, source: int, target: int, count: int) -> None:

@@ -1,7 +1,4 @@
-"""Turns sequences and the pieces of them that are due into the arrays of one forward pass, or of its parts.
-
-Parts of a pass, side by side (`cores`), read all weights once each, so a pass of few rows stays whole.
-"""
+"""Turns sequences and the pieces of them that are due into the arrays of one forward pass."""
 
 from __future__ import annotations
 
@@ -15,12 +12,6 @@ FIXED_PREFILL = 64
 
 Piece = tuple[Sequence, int]
 """A sequence that catches up, and how many of its next tokens are in the pass."""
-Share = tuple[list[Piece], list[Sequence]]
-"""What catches up, and what decodes, in one part of a pass."""
-
-_ROWS_WORTH_A_CORE = 16
-_MOST_UNEVEN = 1.3
-"""The largest part over an even one, from which on all cores at one product are quicker."""
 
 
 class Batcher:
@@ -118,18 +109,3 @@ class Batcher:
         lengths = torch.tensor([one.kv_length + 1 for one in decoding])
         # Padding points at a slot that has been written: what memory holds before that may be anything, NaN too.
         return torch.where(torch.arange(longest) < lengths[:, None], slots, slots[:, :1])
-
-
-def share_out(pieces: list[Piece], decoding: list[Sequence], cores: int) -> list[Share]:
-    """Rows of about equal number for each core, or everything in one part where that is quicker."""
-    rows = sum(count for _, count in pieces) + len(decoding)
-    if cores < 2 or rows < _ROWS_WORTH_A_CORE * cores:
-        return [(pieces, decoding)]
-    shares: list[Share] = [([], []) for _ in range(cores)]
-    loads = [0] * cores
-    due = [(piece[1], 0, piece) for piece in pieces] + [(1, 1, sequence) for sequence in decoding]
-    for count, kind, one in sorted(due, key=lambda item: -item[0]):
-        lightest = loads.index(min(loads))
-        shares[lightest][kind].append(one)
-        loads[lightest] += count
-    return shares if max(loads) <= _MOST_UNEVEN * rows / cores else [(pieces, decoding)]

@@ -5,23 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from headrace.cores import Crew
 from headrace.protocols import RunningPolicy, WorkerContext
 from headrace.rollout.config import EngineConfig
 from headrace.rollout.engines.core import Core
 from headrace.rollout.engines.models import ModelFacts
 from headrace.rollout.engines.native.adapters import AdaptedWeights, base_of, newest_first, older_rows, read_adapter
 from headrace.rollout.engines.native.attention import KeyValues, Pass
-from headrace.rollout.engines.native.batches import FIXED_PREFILL, Batcher, Piece, share_out
+from headrace.rollout.engines.native.batches import FIXED_PREFILL, Batcher, Piece
 from headrace.rollout.engines.native.blocks import NO_MATCH, BlockTable, Match
 from headrace.rollout.engines.native.generic import ROUTES
-from headrace.rollout.engines.native.llama import LlamaWeights
 from headrace.rollout.engines.native.saves import Saved, Saves
 from headrace.rollout.engines.sampling import Draw, Drawn
 from headrace.rollout.engines.sequences import Sequence
@@ -65,7 +62,6 @@ class NativeCore(Core):
         tokens = engine.kv_tokens or min(engine.max_running * facts.context_length, _DEFAULT_KV_TOKENS)
         blocks = max(1, -(-tokens // self.block_size) if not engine.kv_tokens else tokens // self.block_size)
         self.table = BlockTable(blocks, self.block_size)
-        self.crew = Crew()
         self.store = KeyValues(blocks * self.block_size + 1)
         self.batcher = Batcher(self.block_size, spare=blocks * self.block_size)
         self.fixed = engine.deterministic
@@ -139,24 +135,15 @@ class NativeCore(Core):
             decoding = sorted(decoding, key=newest_first)
         for sequence, _ in pieces:
             sequence.started = True
-        # Adapters keep what rows a pass has with the base, for one pass at a time.
-        whole = self.fixed or not isinstance(self.weights, LlamaWeights)
-        shares = share_out(pieces, decoding, 1 if whole else torch.get_num_threads())
-        batches = [self._batch(*share) for share in shares]
+        batch = self._batch(pieces, decoding)
         if mixed:
-            batches[0].older = older_rows(decoding, batches[0].decode_start)
-        logits = self.crew.run([partial(self._forward, batch) for batch in batches])
-        for share, batch, rows in zip(shares, batches, logits, strict=True):
-            self._take(*share, batch, rows)
+            batch.older = older_rows(decoding, batch.decode_start)
+        self._take(pieces, decoding, batch, self.weights.forward(batch, self.store))
 
     def _batch(self, pieces: list[Piece], decoding: list[Sequence]) -> Pass:
         if not self.fixed:
             return self.batcher.ragged(pieces, decoding)
         return self.batcher.fixed_piece(*pieces[0]) if pieces else self.batcher.fixed_decode(decoding, self.max_running)
-
-    @torch.inference_mode()
-    def _forward(self, batch: Pass) -> torch.Tensor:
-        return self.weights.forward(batch, self.store)
 
     def _take(self, pieces: list[Piece], decoding: list[Sequence], batch: Pass, logits: torch.Tensor) -> None:
         routes = batch.routes

@@ -64,7 +64,6 @@ def _weights(folder: str, dtype: str, context_length: int, form: str) -> tuple[A
     if llama.fits(read_config(folder)):
         model = load_model(folder, dtype, "eager")
         shape = llama.shape_of(model, context_length)
-        llama.steps_for(shape.dtype, shape.head_dim, shape.heads // shape.kv_heads)  # before anybody waits for a token
         builder = partial(llama.build, shape, form)
         return builder(dict(model.state_dict()), None), builder
     return _generic_weights(folder, dtype, form)

@@ -1,9 +1,10 @@
-"""Turns the small steps between a pass's matrix products into one compiled loop each, for float32 on a processor.
+"""Turns the steps of a pass into compiled loops over units of work, which the threads of a team take in turn (`team`).
 
-As operations of torch these steps are some sixty calls a layer, each of which wakes all threads for a few microseconds of
-work: beside 64 rows they took two fifths of a pass. Compiled (numba) they are five. A decoding row reads its keys and values
-where they lie, block by block, so nothing is gathered or padded (paged attention: Kwon et al. 2023), and its result depends
-on nothing but its own sequence. Not a number stays not a number: the loops may be reordered, but assume nothing of values.
+As operations of torch the steps between matrix products are some sixty calls a layer, each of which wakes all threads for a
+few microseconds of work. Here one call is one step, and a thread that is held up elsewhere is not waited for. A row reads its
+keys and values where they lie, block by block, so nothing is gathered or padded (paged attention: Kwon et al. 2023), and no
+result depends on what else is in the pass. Not a number stays not a number: the loops may be reordered, but assume nothing
+of values.
 """
 
 from __future__ import annotations
@@ -11,23 +12,44 @@ from __future__ import annotations
 from functools import cache
 
 import numpy as np
-from llvmlite import ir
-from numba import njit, types
-from numba.core import cgutils
-from numba.extending import intrinsic
+from numba import carray, njit
+
+from headrace.rollout.engines.native.vectors import (
+    BFLOAT16,
+    BYTES,
+    FLOAT,
+    INT8,
+    MOST_ROWS,
+    PANEL,
+    add_to_word,
+    attention_loops,
+    float_of_bits,
+    floats_at,
+    give_way,
+    integers_at,
+    panel_product,
+    read_word,
+    replace_word,
+    write_word,
+)
 
 _LOOPS = {"cache": True, "nogil": True, "error_model": "numpy", "fastmath": {"reassoc", "contract", "arcp", "nsz"}}
 _f = np.float32
-_AHEAD, _LINE = 6, 16
-"""Keys and values are asked for so many tokens before their turn, a cache line of so many numbers at a time."""
 
+# What lies where on a team's board of whole numbers. Words that threads write lie in cache lines of their own.
+TAKEN, ENDED, OPEN, JOB = 0, 8, 16, 24
+LENGTH = JOB + 16
+NORM, PLACE, ATTEND, GATE, PRODUCT = range(5)
+"""Kinds of step."""
+_SPANS = 8
+"""Rows of a cheap step are taken in so many spans."""
+_CACHED_ROWS_BYTES, _CACHED_INPUTS = 1 << 19, 2048
+"""What of a product's rows, and of its inputs, is run through before the next: weights stay in cache meanwhile."""
+_PATIENCE = 2000
+"""Looks at a word before the core is offered to others."""
 
-@intrinsic
-def _float_of_bits(typing, bits):
-    def generate(context, builder, signature, arguments):
-        return builder.bitcast(arguments[0], ir.FloatType())
-
-    return types.float32(types.int32), generate
+_float_product, _bfloat16_product, _int8_product = (panel_product(form) for form in (FLOAT, BFLOAT16, INT8))
+_bytes = np.array([BYTES[FLOAT], BYTES[BFLOAT16], BYTES[INT8]])
 
 
 @njit(inline="always", **_LOOPS)
@@ -42,51 +64,47 @@ def _exp(x):
     p = p * r + _f(4.1665795894e-2)
     p = p * r + _f(1.6666665459e-1)
     p = p * r + _f(5.0000001201e-1)
-    return (p * r * r + r + _f(1.0)) * _float_of_bits((np.int32(n) + np.int32(127)) << np.int32(23))
+    return (p * r * r + r + _f(1.0)) * float_of_bits((np.int32(n) + np.int32(127)) << np.int32(23))
+
+
+# ---------------------------------------------------------------------------------------------------------- the steps
+# Each takes a job, its numbers in the order in which its docstring names them (addresses of what is no number), and does
+# one unit of it. [N, ...] are the pass's rows; all arrays are contiguous.
 
 
 @njit(**_LOOPS)
-def add_norm(x, more, weight, eps, out):
-    """`x += more`, and the RMS norm of that into `out` (Zhang & Sennrich 2019). x, more, out: [N, W]; weight: [W]"""
-    rows, width = x.shape
-    for i in range(rows):
+def _norm(job, first, last):
+    """`x += more`, and the RMS norm of that into `out` (Zhang & Sennrich 2019).
+
+    x, more [N, W]; weight [W]; out [N, W]; W; bits of epsilon
+    """
+    width, eps = job[5], float_of_bits(np.int32(job[6]))
+    weight = carray(floats_at(job[3]), width)
+    for i in range(first, last):
+        at = 4 * i * width
+        x, more = carray(floats_at(job[1] + at), width), carray(floats_at(job[2] + at), width)
+        out = carray(floats_at(job[4] + at), width)
         total = _f(0.0)
         for j in range(width):
-            value = x[i, j] + more[i, j]
-            x[i, j] = value
+            value = x[j] + more[j]
+            x[j] = value
             total += value * value
         scale = _f(1.0) / np.sqrt(total / _f(width) + eps)
         for j in range(width):
-            out[i, j] = x[i, j] * scale * weight[j]
+            out[j] = x[j] * scale * weight[j]
 
 
 @njit(**_LOOPS)
-def gate(gate_up, out):
-    """SwiGLU (Shazeer 2020): silu of the first half of each row times the second. gate_up: [N, 2 W]; out: [N, W]"""
-    rows, width = out.shape
-    for i in range(rows):
+def _gate(job, first, last):
+    """SwiGLU (Shazeer 2020): silu of the first half of each row times the second. rows [N, 2 W]; out [N, W]; W"""
+    width = job[3]
+    for i in range(first, last):
+        row = carray(floats_at(job[1] + 8 * i * width), 2 * width)
+        out = carray(floats_at(job[2] + 4 * i * width), width)
         for j in range(width):
-            value = gate_up[i, j]
+            value = row[j]
             silu = value / (_f(1.0) + _exp(-value)) if value > _f(-88.0) else value * _f(0.0)
-            out[i, j] = silu * gate_up[i, width + j]
-
-
-@intrinsic
-def _fetch(typing, array, i, j, k):
-    """Ask for the cache line of array[i, j, k], which is read soon."""
-
-    def generate(context, builder, signature, arguments):
-        kind = signature.args[0]
-        where = context.make_array(kind)(context, builder, arguments[0])
-        element = cgutils.get_item_pointer(context, builder, kind, where, arguments[1:])
-        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
-        prefetch = builder.module.declare_intrinsic(
-            "llvm.prefetch", (byte,), ir.FunctionType(ir.VoidType(), [byte, number, number, number])
-        )
-        builder.call(prefetch, [builder.bitcast(element, byte), *(ir.Constant(number, how) for how in (0, 3, 1))])
-        return context.get_dummy_value()
-
-    return types.void(array, types.intp, types.intp, types.intp), generate
+            out[j] = silu * row[width + j]
 
 
 @njit(inline="always", **_LOOPS)
@@ -100,91 +118,192 @@ def _norm_head(head, weight, eps):
 
 
 @njit(**_LOOPS)
-def place(qkv, cos, sin, positions, slots, query_norm, key_norm, eps, keys, values):
+def _place(job, first, last):
     """Rotate queries in place and write rotated keys, and values, where they are kept.
 
-    qkv: [N, heads + 2 kv_heads, D]; cos, sin: [context, D], the first half of sin negated; positions, slots: [N]
-    query_norm, key_norm: [D] of norms before rotating, or empty; keys, values: [slots, kv_heads, D]
+    qkv [N, heads + 2 kv_heads, D]; cos, sin [context, D], the first half of sin negated; positions, slots [N];
+    query_norm, key_norm [D] of norms before rotating, or 0; keys, values [slots, kv_heads, D]; heads; kv_heads; D;
+    bits of epsilon
     """
-    rows, kv_heads, size = qkv.shape[0], keys.shape[1], keys.shape[2]
-    heads, half = qkv.shape[1] - 2 * kv_heads, size // 2
-    for i in range(rows):
-        at, slot = positions[i], slots[i]
-        for h in range(heads + kv_heads):
-            if query_norm.shape[0]:
-                _norm_head(qkv[i, h], query_norm if h < heads else key_norm, eps)
+    heads, kv_heads, size, eps = job[10], job[11], job[12], float_of_bits(np.int32(job[13]))
+    half, parts = size // 2, heads + 2 * kv_heads
+    for i in range(first, last):
+        at, slot = carray(integers_at(job[4]), last)[i], carray(integers_at(job[5]), last)[i]
+        cos, sin = (carray(floats_at(job[2] + 4 * at * size), size), carray(floats_at(job[3] + 4 * at * size), size))
+        for h in range(parts):
+            head = carray(floats_at(job[1] + 4 * (i * parts + h) * size), size)
+            k = h - heads if h < heads + kv_heads else h - heads - kv_heads
+            if h >= heads + kv_heads:
+                carray(floats_at(job[9] + 4 * (slot * kv_heads + k) * size), size)[:] = head
+                continue
+            if job[6]:
+                _norm_head(head, carray(floats_at(job[6] if h < heads else job[7]), size), eps)
+            into = head if h < heads else carray(floats_at(job[8] + 4 * (slot * kv_heads + k) * size), size)
             for j in range(half):
-                first, second = qkv[i, h, j], qkv[i, h, j + half]
-                turned = first * cos[at, j] + second * sin[at, j]
-                turned_second = second * cos[at, j + half] + first * sin[at, j + half]
-                if h < heads:
-                    qkv[i, h, j], qkv[i, h, j + half] = turned, turned_second
-                else:
-                    keys[slot, h - heads, j], keys[slot, h - heads, j + half] = turned, turned_second
-        values[slot] = qkv[i, heads + kv_heads :]
+                one, two = head[j], head[j + half]
+                into[j] = one * cos[j] + two * sin[j]
+                into[j + half] = two * cos[j + half] + one * sin[j + half]
 
 
 @cache
-def attend_for(size: int, shared: int):
-    """The loop that attends, for heads of `size` numbers of which `shared` have one key: with both known, what its inner
-    loops do is written out."""
+def _attend_for(size: int, shared: int):
+    look, mix = attention_loops(size, shared)
 
     @njit(**_LOOPS)
-    def attend(qkv, first, tables, lengths, keys, values, scale, out):
-        """Attention of decoding rows, each over the slots of its own sequence.
+    def attend(job, unit):
+        """Softmax attention of one row's queries that have one key, over the slots of the row's own sequence.
 
-        qkv: [N, heads + 2 kv_heads, D] queries in front; first: row of the first that decodes; tables: [R, L] slots
-        lengths: [R] how many of them count; keys, values: [slots, kv_heads, D]; out: [N, heads * D]
+        qkv [N, heads + 2 kv_heads, D] queries in front; starts, counts [N] of each row's slots in `slots`; slots;
+        keys, values [slots, kv_heads, D]; out [N, heads, D]; bits of the scale; kv_heads; N
         """
-        kv_heads = keys.shape[1]
-        heads = kv_heads * shared
-        scores = np.empty((heads, tables.shape[1]), np.float32)
-        mixed = np.empty((heads, size), np.float32)
-        for r in range(lengths.shape[0]):
-            i, length = first + r, lengths[r]
-            for t in range(length):
-                slot, soon = tables[r, t], tables[r, min(t + _AHEAD, length - 1)]
-                for k in range(kv_heads):
-                    for j in range(0, size, _LINE):
-                        _fetch(keys, soon, k, j)
-                    for h in range(k * shared, (k + 1) * shared):
-                        total = _f(0.0)
-                        for j in range(size):
-                            total += qkv[i, h, j] * keys[slot, k, j]
-                        scores[h, t] = total * scale
-            for h in range(heads):
-                most = scores[h, 0]
-                for t in range(length):
-                    most = scores[h, t] if scores[h, t] > most else most
-                total = _f(0.0)
-                for t in range(length):
-                    weight = _exp(scores[h, t] - most)
-                    scores[h, t] = weight
-                    total += weight
-                for t in range(length):
-                    scores[h, t] /= total
-            mixed[:] = _f(0.0)
-            for t in range(length):
-                slot, soon = tables[r, t], tables[r, min(t + _AHEAD, length - 1)]
-                for k in range(kv_heads):
-                    for j in range(0, size, _LINE):
-                        _fetch(values, soon, k, j)
-                    for h in range(k * shared, (k + 1) * shared):
-                        weight = scores[h, t]
-                        for j in range(size):
-                            mixed[h, j] += weight * values[slot, k, j]
-            out[i, :] = mixed.reshape(heads * size)
+        kv_heads, scale = job[9], float_of_bits(np.int32(job[8]))
+        i, k = unit // kv_heads, unit % kv_heads
+        count = carray(integers_at(job[3]), i + 1)[i]
+        slots = job[4] + 8 * carray(integers_at(job[2]), i + 1)[i]
+        query = job[1] + 4 * size * (i * kv_heads * (shared + 2) + k * shared)
+        stride, head = kv_heads * size, 4 * k * size
+        scores = np.empty((shared, count), np.float32)
+        look(query, job[5] + head, slots, count, stride, scores.ctypes.data, count)
+        for h in range(shared):
+            most = scores[h, 0]
+            for t in range(count):
+                most = scores[h, t] if scores[h, t] > most else most
+            most *= scale
+            total = _f(0.0)
+            for t in range(count):
+                below = scores[h, t] * scale - most
+                # What would vanish in rounding anyway: numbers under the normal range take a hundred times as long.
+                weight = _f(0.0) if below < _f(-80.0) else _exp(below)
+                scores[h, t] = weight
+                total += weight
+            for t in range(count):
+                scores[h, t] /= total
+        out = job[7] + 4 * size * shared * (i * kv_heads + k)
+        mix(scores.ctypes.data, job[6] + head, slots, count, stride, out, count)
 
     return attend
 
 
-def compile_all(size: int, shared: int) -> None:
-    """Before the first pass, each loop on the smallest arrays of the types that passes have."""
-    x, qkv, kept = (np.zeros(shape, np.float32) for shape in ((1, size), (1, shared + 2, size), (1, 1, size)))
-    ids, one = np.zeros(1, np.int64), _f(1.0)
-    add_norm(x, x.copy(), x[0], one, x.copy())
-    gate(np.zeros((1, 2), np.float32), np.zeros((1, 1), np.float32))
-    place(qkv, x, x, ids, ids, x[0, :0], x[0, :0], one, kept, kept.copy())
-    attend_for(size, shared)(
-        qkv, 0, ids[None], ids + 1, kept, kept.copy(), one, np.zeros((1, shared * size), np.float32)
-    )
+@njit(**_LOOPS)
+def _product(job, unit):
+    """A span of rows times a panel of weights, `vectors.panel_product`.
+
+    x [N, inputs]; weights [panels, inputs, PANEL]; out [N, outputs]; scales [outputs] or 0; bias [outputs] or 0;
+    N; inputs; outputs; form; spans
+    """
+    rows, inputs, outputs, form, spans = job[6], job[7], job[8], job[9], job[10]
+    panels = outputs // PANEL
+    span, panel = unit // panels, unit % panels
+    start, stop = rows * span // spans, rows * (span + 1) // spans
+    weights = job[2] + panel * inputs * PANEL * _bytes[form]
+    blocks, pieces = -(-(stop - start) // MOST_ROWS), -(-inputs // _CACHED_INPUTS)
+    for piece in range(pieces):
+        first, last = inputs * piece // pieces, inputs * (piece + 1) // pieces
+        for block in range(blocks):
+            at = start + (stop - start) * block // blocks
+            count = start + (stop - start) * (block + 1) // blocks - at
+            x, out = job[1] + 4 * at * inputs, job[3] + 4 * (at * outputs + panel * PANEL)
+            if form == FLOAT:
+                _float_product(x, weights, out, count, first, last, inputs, outputs, piece == 0)
+            elif form == BFLOAT16:
+                _bfloat16_product(x, weights, out, count, first, last, inputs, outputs, piece == 0)
+            else:
+                _int8_product(x, weights, out, count, first, last, inputs, outputs, piece == 0)
+    if job[4] or job[5]:
+        for at in range(start, stop):
+            out = carray(floats_at(job[3] + 4 * (at * outputs + panel * PANEL)), PANEL)
+            if job[4]:
+                scales = carray(floats_at(job[4] + 4 * panel * PANEL), PANEL)
+                for j in range(PANEL):
+                    out[j] *= scales[j]
+            if job[5]:
+                bias = carray(floats_at(job[5] + 4 * panel * PANEL), PANEL)
+                for j in range(PANEL):
+                    out[j] += bias[j]
+
+
+# ------------------------------------------------------------------------------------------------------------ sharing
+
+
+@cache
+def loops_for(size: int, shared: int):
+    """`lead(board, units, ...)` and `help_out(board)`, for heads of `size` numbers of which `shared` have one key."""
+    attend = _attend_for(size, shared)
+
+    @njit(**_LOOPS)
+    def do(job, unit):
+        kind = job[0]
+        if kind == PRODUCT:
+            _product(job, unit)
+        elif kind == ATTEND:
+            attend(job, unit)
+        else:
+            rows, spans = job[14], job[15]
+            first, last = rows * unit // spans, rows * (unit + 1) // spans
+            if kind == NORM:
+                _norm(job, first, last)
+            elif kind == PLACE:
+                _place(job, first, last)
+            else:
+                _gate(job, first, last)
+
+    @njit(**_LOOPS)
+    def take(board, job):
+        """Units of the job that is on, as long as there are any.
+
+        One word says which job it is and how many of its units nobody has taken. Who takes one has read the job that it
+        belongs to: the next job is not written before this one's units have all ended.
+        """
+        taken, ended = board.ctypes.data + 8 * TAKEN, board.ctypes.data + 8 * ENDED
+        while True:
+            word = read_word(taken)
+            left = word & 0xFFFFFFFF
+            if left == 0:
+                return
+            if replace_word(taken, word, word - 1):
+                do(job, left - 1)
+                add_to_word(ended, 1)
+
+    @njit(**_LOOPS)
+    def lead(board, units):
+        """All units of the job on the board, with whoever helps."""
+        job = board[JOB:]
+        if not board[OPEN]:
+            for unit in range(units - 1, -1, -1):
+                do(job, unit)
+            return
+        taken, ended = board.ctypes.data + 8 * TAKEN, board.ctypes.data + 8 * ENDED
+        write_word(ended, 0)
+        write_word(taken, ((board[TAKEN] >> 32) + 1) << 32 | units)
+        take(board, job)
+        looks = 0
+        while read_word(ended) < units:
+            looks += 1
+            if looks > _PATIENCE:
+                give_way()
+
+    @njit(**_LOOPS)
+    def help_out(board):
+        """Take units of whatever job comes, while the board is open."""
+        job = board[JOB:]
+        taken, is_open = board.ctypes.data + 8 * TAKEN, board.ctypes.data + 8 * OPEN
+        looks = 0
+        while read_word(is_open):
+            if read_word(taken) & 0xFFFFFFFF:
+                take(board, job)
+                looks = 0
+            looks += 1
+            if looks > _PATIENCE:
+                give_way()
+
+    return lead, help_out
+
+
+def spans_of(rows: int) -> int:
+    return min(rows, _SPANS)
+
+
+def product_spans(rows: int, inputs: int) -> int:
+    """Spans of rows that stay in cache while all panels pass by."""
+    most = max(MOST_ROWS, _CACHED_ROWS_BYTES // (4 * min(inputs, _CACHED_INPUTS)))
+    return -(-rows // most)

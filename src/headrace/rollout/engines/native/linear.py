@@ -12,7 +12,7 @@ _WORTH_PACKING = 1 << 18
 _TYPICAL_ROWS = 64
 _FEW_ROWS = 8
 """Up to here a product waits for memory, and eight bits a weight are read fastest."""
-_EVERY = 16
+EVERY = 16
 """One row in so many is looked at for the error of a rounded copy."""
 
 
@@ -56,7 +56,7 @@ class HalfLinear(Linear):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         super().__init__(weight, bias)
         self.half = weight.bfloat16()
-        self.error = relative_error(weight[::_EVERY], self.half[::_EVERY])
+        self.error = relative_error(weight[::EVERY], self.half[::EVERY])
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return _with_bias(F.linear(x.bfloat16(), self.half), x, self.bias)
@@ -70,11 +70,10 @@ class Int8Linear(Linear):
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         super().__init__(weight, bias)
-        scales = (weight.float().abs().amax(dim=1, keepdim=True) / 127).bfloat16().clamp_(min=2.0**-120)
-        self.integers = (weight / scales).round_().clamp_(-127, 127).to(torch.int8)
-        self.scales = scales[:, 0].contiguous()
-        self.half = self.integers.bfloat16().mul_(scales)
-        self.error = relative_error(weight[::_EVERY], self.integers[::_EVERY] * scales[::_EVERY].float())
+        self.integers, scales = to_int8(weight)
+        self.scales = scales.bfloat16()
+        self.half = self.integers.bfloat16().mul_(self.scales[:, None])
+        self.error = relative_error(weight[::EVERY], self.integers[::EVERY] * scales[::EVERY, None])
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if x.shape[0] <= _FEW_ROWS:
@@ -90,6 +89,12 @@ FORMS: dict[str, type[Linear]] = {
     "bfloat16": HalfLinear,
     "int8": Int8Linear,
 }
+
+
+def to_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Integers [out, in] and a scale for each output [out], which bfloat16 holds exactly."""
+    scales = (weight.float().abs().amax(dim=1) / 127).bfloat16().clamp_(min=2.0**-120).float()
+    return (weight / scales[:, None]).round_().clamp_(-127, 127).to(torch.int8), scales
 
 
 def relative_error(exact: torch.Tensor, rounded: torch.Tensor) -> float:

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
 from headrace.rollout.engines.models import check_fit
-from headrace.rollout.engines.native.attention import KeyValues, Pass, attend, attend_stretch
+from headrace.rollout.engines.native.attention import KeyValues, Pass, attend
 from headrace.rollout.engines.native.linear import FORMS, Linear
+
+if TYPE_CHECKING:
+    from headrace.rollout.engines.native.compiled import CompiledSteps
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,10 @@ class LlamaShape:
     """The output head is the embedding, whether or not it is published twice."""
     published: Mapping[str, torch.Size]
     """Names and shapes of a publication."""
+    size: int
+    """Numbers in it."""
+    steps: TorchSteps | CompiledSteps
+    """How passes run, of this one engine."""
 
 
 def fits(config: Any) -> bool:
@@ -55,13 +61,15 @@ def fits(config: Any) -> bool:
 
 def shape_of(model: Any, context_length: int) -> LlamaShape:
     config = model.config
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     cos, sin = model.model.rotary_emb(torch.zeros(1, dtype=torch.float32), torch.arange(context_length)[None])
     return LlamaShape(
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
         eps=config.rms_norm_eps,
         cos=cos[0].to(model.dtype),
         # The first half is negated: rotating is then x * cos + roll(x) * sin, with no sign change of its own.
@@ -69,6 +77,8 @@ def shape_of(model: Any, context_length: int) -> LlamaShape:
         dtype=model.dtype,
         tied=bool(config.tie_word_embeddings),
         published={name: tensor.shape for name, tensor in model.state_dict().items()},
+        size=sum(tensor.numel() for tensor in model.state_dict().values()),
+        steps=steps_for(model.dtype, head_dim, heads // kv_heads),  # before anybody waits for a token
     )
 
 
@@ -100,6 +110,8 @@ class LlamaWeights:
         self.embedding = self.norm = torch.empty(0)
         self.head = Linear(torch.empty(0))
         self.memory: dict[str, torch.Tensor] = {}
+        self.copies: dict[str, torch.Tensor] = {}
+        """What products run from, where it is not that."""
         self.parts: dict[str, list[tuple[str, int]]] = {}
         """What lies together under one name of `memory`: names as published, and their rows."""
 
@@ -117,8 +129,11 @@ class LlamaWeights:
 
     def forward(self, batch: Pass, store: KeyValues) -> torch.Tensor:
         """[R, V] logits of the rows that the pass asks for."""
+        with self.shape.steps.gathered(self.shape.size * batch.token_ids.numel()):
+            return self._forward(batch, store, self.shape.steps)
+
+    def _forward(self, batch: Pass, store: KeyValues, steps: TorchSteps | CompiledSteps) -> torch.Tensor:
         s = self.shape
-        steps = steps_for(s.dtype, s.head_dim, s.heads // s.kv_heads)
         x = F.embedding(batch.token_ids, self.embedding)
         due = torch.zeros_like(x)
         for index, layer in enumerate(self.layers):
@@ -135,7 +150,15 @@ class LlamaWeights:
 
 
 class TorchSteps:
-    """What stands between the matrix products of a pass, on any device and in any precision."""
+    """The steps of a pass as operations of torch, on any device and in any precision."""
+
+    def gathered(self, multiplications: int) -> AbstractContextManager[None]:
+        """For the time of a pass of so many."""
+        return nullcontext()
+
+    def linear(self, form: str, weight: torch.Tensor, bias: torch.Tensor | None, memory: torch.Tensor | None) -> Linear:
+        """The product with a weight, from a copy in one of `linear.FORMS`. memory: where the last such copy was"""
+        return FORMS[form](weight, bias)
 
     def norm(self, x: torch.Tensor, due: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Add what is due to `x`, in place, and return the RMS norm of the sum."""
@@ -163,66 +186,20 @@ class TorchSteps:
         return mixed.reshape(rows, -1)
 
 
-class CompiledSteps:
-    """The same as loops of `kernels`, for float32 on a processor."""
-
-    def __init__(self, kernels: Any, size: int, shared: int) -> None:
-        self._kernels = kernels
-        self._attend = kernels.attend_for(size, shared)
-
-    def norm(self, x: torch.Tensor, due: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        out = torch.empty_like(x)
-        self._kernels.add_norm(x.numpy(), due.numpy(), weight.numpy(), np.float32(eps), out.numpy())
-        return out
-
-    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-        self._kernels.gate(gate_up.numpy(), out.numpy())
-        return out
-
-    def mix(
-        self, index: int, qkv: torch.Tensor, layer: Layer, s: LlamaShape, batch: Pass, store: KeyValues
-    ) -> torch.Tensor:
-        rows = qkv.shape[0]
-        qkv = qkv.view(rows, s.heads + 2 * s.kv_heads, s.head_dim)
-        keys, values = store.of(index, qkv[:, s.heads : s.heads + s.kv_heads])
-        norms = [_NONE if norm is None else norm.numpy() for norm in (layer.query_norm, layer.key_norm)]
-        self._kernels.place(
-            qkv.numpy(), s.cos.numpy(), s.sin.numpy(), batch.positions.numpy(), batch.slots.numpy(), *norms,
-            np.float32(s.eps), keys.numpy(), values.numpy(),
-        )  # fmt: skip
-        out = qkv.new_zeros(rows, s.heads * s.head_dim)
-        scale = s.head_dim**-0.5
-        for stretch in batch.stretches:
-            part = slice(stretch.start, stretch.stop)
-            out[part] = attend_stretch(qkv[part, : s.heads], keys, values, stretch.slots, scale).flatten(1)
-        if batch.tables is not None:
-            self._attend(
-                qkv.numpy(), batch.decode_start, batch.tables.numpy(), batch.lengths.numpy(), keys.numpy(),
-                values.numpy(), np.float32(scale), out.numpy(),
-            )  # fmt: skip
-        return out
-
-
-_NONE = np.zeros(0, np.float32)
-
-
-@cache
 def steps_for(dtype: torch.dtype, size: int, shared: int) -> TorchSteps | CompiledSteps:
-    """Those that this machine can run; compiled ones are compiled here, or read from where they were kept.
+    """Those that this machine can run, for one engine; compiled ones are compiled here, or read from where they were kept.
 
     size: of a head; shared: heads that have one key
     """
     if dtype != torch.float32:
         return TorchSteps()
     try:
-        from headrace.rollout.engines.native import kernels
+        from headrace.rollout.engines.native.compiled import CompiledSteps
 
-        kernels.compile_all(size, shared)
+        return CompiledSteps(size, shared)
     except Exception as error:  # a processor without numba, nowhere to keep what it compiles, a full disk, ...
-        warnings.warn(f"the loops between products are not compiled, so passes are slower: {error!r}", stacklevel=2)
+        warnings.warn(f"the loops of a pass are not compiled, so passes are slower: {error!r}", stacklevel=2)
         return TorchSteps()
-    return CompiledSteps(kernels, size, shared)
 
 
 def build(
@@ -232,9 +209,9 @@ def build(
 
     form: of the copies that products run from (`linear.FORMS`)
     """
-    product = FORMS[form]
     weights = LlamaWeights(shape)
-    weights.memory = spare.memory if spare is not None else {}
+    if spare is not None:
+        weights.memory, weights.copies = spare.memory, spare.copies
     check_fit(tensors, shape.published, ("lm_head.weight",) if shape.tied else ())
 
     def take(*names: str, optional: bool = False) -> torch.Tensor | None:
@@ -252,9 +229,15 @@ def build(
             at += part.shape[0]
         return memory
 
+    def product(name: str, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        made = shape.steps.linear(form, weight, bias, weights.copies.get(name))
+        if isinstance(copy := getattr(made, "panels", None), torch.Tensor):
+            weights.copies[name] = copy
+        return made
+
     def linear(*names: str) -> Linear:
         weight = take(*(f"{name}.weight" for name in names))
-        return product(weight, take(*(f"{name}.bias" for name in names), optional=True))
+        return product(names[0], weight, take(*(f"{name}.bias" for name in names), optional=True))
 
     for index in range(shape.layers):
         at = f"model.layers.{index}."
@@ -272,5 +255,5 @@ def build(
         )
     weights.embedding = take("model.embed_tokens.weight")
     weights.norm = take("model.norm.weight")
-    weights.head = product(weights.embedding if shape.tied else take("lm_head.weight"))
+    weights.head = product("lm_head", weights.embedding if shape.tied else take("lm_head.weight"))
     return weights

@@ -1,0 +1,135 @@
+"""Turns the steps of a Llama-like model's pass, products included, into work for a team of threads: float32 on a processor."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from headrace.rollout.engines.native import kernels
+from headrace.rollout.engines.native.linear import EVERY, FORMS, Linear, relative_error, to_int8
+from headrace.rollout.engines.native.team import Team
+
+if TYPE_CHECKING:
+    from headrace.rollout.engines.native.attention import KeyValues, Pass
+    from headrace.rollout.engines.native.llama import Layer, LlamaShape
+
+_ROUNDED = {"bfloat16": kernels.BFLOAT16, "int8": kernels.INT8}
+_TYPES = {kernels.FLOAT: torch.float32, kernels.BFLOAT16: torch.bfloat16, kernels.INT8: torch.int8}
+
+
+class PanelLinear(Linear):
+    """From a copy in panels of columns, as they are or rounded, adding up in float32.
+
+    A row's result is the same to the bit whatever other rows there are.
+    """
+
+    __slots__ = ("_numbers", "error", "outputs", "panels", "scales", "team")
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, form: str, team: Team, memory: torch.Tensor | None
+    ) -> None:
+        """weight: [out, in], `out` a multiple of `kernels.PANEL`; memory: for the copy, if it is of its shape and type"""
+        super().__init__(weight, bias)
+        self.team, self.scales, self.error = team, None, 0.0
+        self.outputs, inputs = weight.shape
+        kind, source = _ROUNDED.get(form, kernels.FLOAT), weight
+        if kind == kernels.INT8:
+            source, self.scales = to_int8(weight)
+        ordered = source.view(-1, kernels.PANEL, inputs).transpose(1, 2)
+        fits = memory is not None and memory.shape == ordered.shape and memory.dtype == _TYPES[kind]
+        self.panels = memory if fits else torch.empty(ordered.shape, dtype=_TYPES[kind])
+        self.panels.copy_(ordered)
+        if kind != kernels.FLOAT:
+            some = source[::EVERY].to(_TYPES[kind]).float()
+            scales = 1.0 if self.scales is None else self.scales[::EVERY, None]
+            self.error = relative_error(weight[::EVERY], some * scales)
+        optional = [0 if one is None else one.data_ptr() for one in (self.scales, bias)]
+        self._numbers = (*optional, inputs, kind)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        rows, (scales, bias, inputs, kind) = x.shape[0], self._numbers
+        out = self.team.room("product", rows, self.outputs)
+        spans = kernels.product_spans(rows, inputs)
+        self.team.run(
+            kernels.PRODUCT,
+            spans * (self.outputs // kernels.PANEL),
+            (
+                x.data_ptr(),
+                self.panels.data_ptr(),
+                out.data_ptr(),
+                scales,
+                bias,
+                rows,
+                inputs,
+                self.outputs,
+                kind,
+                spans,
+            ),
+        )
+        return out
+
+
+class CompiledSteps:
+    """`llama.TorchSteps` as loops of `kernels`, by one engine's team."""
+
+    def __init__(self, size: int, shared: int) -> None:
+        """size: of a head; shared: heads that have one key"""
+        self._team = Team(size, shared)
+        self._spans: tuple[Pass, tuple[torch.Tensor, ...]] | None = None
+
+    def gathered(self, multiplications: int) -> AbstractContextManager[None]:
+        return self._team.gathered(multiplications)
+
+    def linear(self, form: str, weight: torch.Tensor, bias: torch.Tensor | None, memory: torch.Tensor | None) -> Linear:
+        if weight.shape[0] % kernels.PANEL:
+            return FORMS[form](weight, bias)
+        return PanelLinear(weight, bias, form, self._team, memory)
+
+    def norm(self, x: torch.Tensor, due: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        out = self._team.room("norm", *x.shape)
+        numbers = (x.data_ptr(), due.data_ptr(), weight.data_ptr(), out.data_ptr(), x.shape[1], _bits(eps))
+        self._team.by_rows(kernels.NORM, x.shape[0], numbers)
+        return out
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = self._team.room("gate", rows, width)
+        self._team.by_rows(kernels.GATE, rows, (gate_up.data_ptr(), out.data_ptr(), width))
+        return out
+
+    def mix(
+        self, index: int, qkv: torch.Tensor, layer: Layer, s: LlamaShape, batch: Pass, store: KeyValues
+    ) -> torch.Tensor:
+        rows = qkv.shape[0]
+        kept = qkv.view(rows, -1, s.head_dim)[:, s.heads : s.heads + s.kv_heads]
+        keys, values = store.of(index, kept)
+        norms = [0 if norm is None else norm.data_ptr() for norm in (layer.query_norm, layer.key_norm)]
+        self._team.by_rows(
+            kernels.PLACE,
+            rows,
+            (
+                qkv.data_ptr(), s.cos.data_ptr(), s.sin.data_ptr(), batch.positions.data_ptr(), batch.slots.data_ptr(), *norms,
+                keys.data_ptr(), values.data_ptr(), s.heads, s.kv_heads, s.head_dim, _bits(s.eps),
+            ),
+        )  # fmt: skip
+        if self._spans is None or self._spans[0] is not batch:
+            self._spans = batch, batch.row_slots()
+        starts, counts, slots = self._spans[1]
+        out = qkv.new_zeros(rows, s.heads * s.head_dim)
+        attending = counts.numel()  # padding stands last, and attends to nothing
+        self._team.run(
+            kernels.ATTEND,
+            attending * s.kv_heads,
+            (
+                qkv.data_ptr(), starts.data_ptr(), counts.data_ptr(), slots.data_ptr(), keys.data_ptr(), values.data_ptr(),
+                out.data_ptr(), _bits(s.head_dim**-0.5), s.kv_heads,
+            ),
+        )  # fmt: skip
+        return out
+
+
+def _bits(value: float) -> int:
+    return int(np.float32(value).view(np.int32))

@@ -1,0 +1,326 @@
+"""The innermost loops of a pass, in the vectors of this processor, and the words that threads share them out by.
+
+Written as LLVM's own instructions (numba's `intrinsic`), because what makes them fast is which numbers stay in registers, and
+that a compiler does not find in loops over arrays. Addresses are plain integers: a call costs no look at any array.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from llvmlite import binding, ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+LANES, MOST_ROWS = (16, 14) if binding.get_host_cpu_features().get("avx512f") else (8, 6)
+"""Numbers in a vector, and rows whose sums fit in the registers beside the weights, at two vectors a row."""
+PANEL = 2 * LANES
+"""Columns whose weights lie together."""
+FLOAT, BFLOAT16, INT8 = 0, 1, 2
+BYTES = {FLOAT: 4, BFLOAT16: 2, INT8: 1}
+
+_AHEAD_BYTES = 2048
+"""Weights are asked for so long before their turn: the processor's own look-ahead ends at each page."""
+_AHEAD_TOKENS, _LINE = 6, 16
+"""Keys and values are asked for so many tokens before their turn, a cache line of so many numbers at a time."""
+
+_float, _bit, _byte, _half, _int, _long = ir.FloatType(), *(ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
+_vector = ir.VectorType(_float, LANES)
+
+
+def _number(value: int) -> ir.Constant:
+    return ir.Constant(_long, value)
+
+
+def _pointer(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type, *offsets: ir.Value) -> ir.Value:
+    where = builder.inttoptr(address, kind.as_pointer())
+    for offset in offsets:
+        where = builder.gep(where, [offset])
+    return where
+
+
+def _spread(builder: ir.IRBuilder, value: ir.Value, kind: ir.VectorType) -> ir.Value:
+    """One number in all places of a vector."""
+    one = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(_int, 0))
+    nowhere = ir.Constant(ir.VectorType(_int, kind.count), [0] * kind.count)
+    return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), nowhere)
+
+
+def _multiply_add(builder: ir.IRBuilder, kind: ir.VectorType, *values: ir.Value) -> ir.Value:
+    function = ir.FunctionType(kind, [kind] * 3)
+    fma = cgutils.get_or_insert_function(builder.module, function, f"llvm.fma.v{kind.count}f32")
+    return builder.call(fma, values)
+
+
+def _fetch(builder: ir.IRBuilder, where: ir.Value) -> None:
+    """Ask for a cache line that is read soon."""
+    byte = _byte.as_pointer()
+    function = ir.FunctionType(ir.VoidType(), [byte, _int, _int, _int])
+    prefetch = builder.module.declare_intrinsic("llvm.prefetch", (byte,), function)
+    builder.call(prefetch, [builder.bitcast(where, byte), *(ir.Constant(_int, how) for how in (0, 3, 1))])
+
+
+def _counted(builder: ir.IRBuilder, first: ir.Value, last: ir.Value, carried: list[ir.Value], body) -> list[ir.Value]:
+    """A loop over [first, last), which holds something: `body(index, carried)` gives what the next turn carries."""
+    before = builder.basic_block
+    loop, end = builder.append_basic_block("loop"), builder.append_basic_block("end")
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    index = builder.phi(_long)
+    index.add_incoming(first, before)
+    now = [builder.phi(value.type) for value in carried]
+    after = body(index, now)
+    following = builder.add(index, _number(1))
+    index.add_incoming(following, builder.basic_block)
+    for phi, start, value in zip(now, carried, after, strict=True):
+        phi.add_incoming(start, before)
+        phi.add_incoming(value, builder.basic_block)
+    builder.cbranch(builder.icmp_signed("<", following, last), loop, end)
+    builder.position_at_end(end)
+    return after
+
+
+# --------------------------------------------------------------------------------------------------------- the product
+
+
+def _weights(builder: ir.IRBuilder, form: int, where: ir.Value) -> ir.Value:
+    """A vector of weights, as what they stand for."""
+    if form == FLOAT:
+        return builder.load(builder.bitcast(where, _vector.as_pointer()), align=4)
+    kept = ir.VectorType(_half if form == BFLOAT16 else _byte, LANES)
+    wide = ir.VectorType(_int, LANES)
+    loaded = builder.load(builder.bitcast(where, kept.as_pointer()), align=1)
+    if form == INT8:
+        return builder.sitofp(builder.sext(loaded, wide), _vector)
+    shift = ir.Constant(wide, [16] * LANES)
+    return builder.bitcast(builder.shl(builder.zext(loaded, wide), shift), _vector)
+
+
+@cache
+def panel_product(form: int):
+    """The product of up to MOST_ROWS rows with a panel's weights, [inputs, PANEL] in one of three forms.
+
+    Its sums stay in registers, each added up in the order of the inputs whatever the number of rows: a row's result does not
+    depend on what it is computed with.
+    """
+    element = {FLOAT: _float, BFLOAT16: _half, INT8: _byte}[form]
+    ahead = _AHEAD_BYTES // BYTES[form]
+
+    @intrinsic
+    def product(typing, x, weights, out, rows, first, last, inputs, outputs, fresh):
+        """x: of a row of `inputs` floats; weights: of the panel; out: of its first result in a row of `outputs` floats
+        rows: 1 to MOST_ROWS; first, last: of the inputs; fresh: 0 to add to what is in `out`"""
+
+        def generate(context, builder, signature, arguments):
+            x, weights, out, rows, first, last, inputs, outputs, fresh = arguments
+            zero = ir.Constant(_vector, [0.0] * LANES)
+            anew = builder.icmp_signed("!=", fresh, _number(0))
+            done = builder.append_basic_block("done")
+            choice = builder.switch(rows, done)
+            for count in range(1, MOST_ROWS + 1):
+                case = builder.append_basic_block(f"rows{count}")
+                choice.add_case(_number(count), case)
+                builder.position_at_end(case)
+                xs = [_pointer(builder, x, _float, builder.mul(inputs, _number(row))) for row in range(count)]
+                places = [
+                    builder.bitcast(
+                        _pointer(builder, out, _float, builder.mul(outputs, _number(row)), _number(part * LANES)),
+                        _vector.as_pointer(),
+                    )
+                    for row in range(count)
+                    for part in range(2)
+                ]
+                sums = [builder.select(anew, zero, builder.load(place, align=4)) for place in places]
+
+                def add(index, sums, xs=xs):
+                    where = _pointer(builder, weights, element, builder.mul(index, _number(PANEL)))
+                    parts = []
+                    for part in range(2):
+                        here = builder.gep(where, [_number(part * LANES)])
+                        _fetch(builder, builder.gep(here, [_number(ahead)]))
+                        parts.append(_weights(builder, form, here))
+                    more = []
+                    for row, start in enumerate(xs):
+                        value = _spread(builder, builder.load(builder.gep(start, [index])), _vector)
+                        more += [
+                            _multiply_add(builder, _vector, value, part, sums[2 * row + at])
+                            for at, part in enumerate(parts)
+                        ]
+                    return more
+
+                for place, total in zip(places, _counted(builder, first, last, sums, add), strict=True):
+                    builder.store(total, place, align=4)
+                builder.branch(done)
+            builder.position_at_end(done)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 9), generate
+
+    return product
+
+
+# ----------------------------------------------------------------------------------------------------------- attention
+
+
+@cache
+def attention_loops(size: int, heads: int):
+    """Two loops over a sequence's tokens, for `heads` queries of `size` numbers that have one key.
+
+    scores(query, keys, slots, count, stride, scores, room): products of each query with each key
+    mix(weights, values, slots, count, stride, out, room): sums of the values by the weights of each query
+
+    query, out: [heads, size]; keys, values: of slot 0, whose successors lie `stride` floats apart; slots: [count]
+    scores, weights: [heads, room]
+    """
+    kind = ir.VectorType(_float, size)
+    together = max(1, (12 if LANES == 16 else 6) * LANES // size)
+    groups = [range(first, min(first + together, heads)) for first in range(0, heads, together)]
+
+    def row(builder, address, index, stride):
+        return builder.bitcast(_pointer(builder, address, _float, builder.mul(index, stride)), kind.as_pointer())
+
+    def token(builder, kept, slots, index, last, stride):
+        """The vector of one token, after asking for that of a later one."""
+        later = builder.add(index, _number(_AHEAD_TOKENS))
+        later = builder.select(builder.icmp_signed("<", later, last), later, index)
+        soon = builder.load(_pointer(builder, slots, _long, later))
+        soon = _pointer(builder, kept, _float, builder.mul(soon, stride))
+        for at in range(0, size, _LINE):
+            _fetch(builder, builder.gep(soon, [_number(at)]))
+        slot = builder.load(_pointer(builder, slots, _long, index))
+        return builder.load(row(builder, kept, slot, stride), align=4)
+
+    signature = types.void(*[types.int64] * 7)
+
+    @intrinsic
+    def scores(typing, query, keys, slots, count, stride, out, room):
+        def generate(context, builder, signature, arguments):
+            query, keys, slots, count, stride, out, room = arguments
+            function = ir.FunctionType(_float, [_float, kind])
+            total = cgutils.get_or_insert_function(builder.module, function, f"llvm.vector.reduce.fadd.v{size}f32")
+            for group in groups:
+                queries = [builder.load(row(builder, query, _number(one), _number(size)), align=4) for one in group]
+
+                def look(index, carried, group=group, queries=queries):
+                    key = token(builder, keys, slots, index, count, stride)
+                    for one, values in zip(group, queries, strict=True):
+                        product = builder.fmul(values, key)
+                        score = builder.call(total, [ir.Constant(_float, -0.0), product], fastmath=("reassoc",))
+                        place = builder.add(builder.mul(room, _number(one)), index)
+                        builder.store(score, _pointer(builder, out, _float, place))
+                    return carried
+
+                _counted(builder, _number(0), count, [], look)
+            return context.get_dummy_value()
+
+        return signature, generate
+
+    @intrinsic
+    def mix(typing, weights, values, slots, count, stride, out, room):
+        def generate(context, builder, signature, arguments):
+            weights, values, slots, count, stride, out, room = arguments
+            for group in groups:
+
+                def add(index, sums, group=group):
+                    value = token(builder, values, slots, index, count, stride)
+                    more = []
+                    for one, total in zip(group, sums, strict=True):
+                        place = builder.add(builder.mul(room, _number(one)), index)
+                        weight = builder.load(_pointer(builder, weights, _float, place))
+                        more.append(_multiply_add(builder, kind, _spread(builder, weight, kind), value, total))
+                    return more
+
+                zeros = [ir.Constant(kind, [0.0] * size)] * len(group)
+                for one, total in zip(group, _counted(builder, _number(0), count, zeros, add), strict=True):
+                    builder.store(total, row(builder, out, _number(one), _number(size)), align=4)
+            return context.get_dummy_value()
+
+        return signature, generate
+
+    return scores, mix
+
+
+# ------------------------------------------------------------------------------------------------------- shared words
+
+
+@intrinsic
+def float_of_bits(typing, bits):
+    def generate(context, builder, signature, arguments):
+        return builder.bitcast(arguments[0], _float)
+
+    return types.float32(types.int32), generate
+
+
+@intrinsic
+def floats_at(typing, address):
+    """A pointer for `carray`."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], _float.as_pointer())
+
+    return types.CPointer(types.float32)(types.int64), generate
+
+
+@intrinsic
+def integers_at(typing, address):
+    """A pointer for `carray`."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], _long.as_pointer())
+
+    return types.CPointer(types.int64)(types.int64), generate
+
+
+@intrinsic
+def read_word(typing, address):
+    """What another thread wrote, and with it all that it wrote before."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.load_atomic(_pointer(builder, arguments[0], _long), "acquire", 8)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def write_word(typing, address, value):
+    """Let other threads see it, and all that was written before."""
+
+    def generate(context, builder, signature, arguments):
+        builder.store_atomic(arguments[1], _pointer(builder, arguments[0], _long), "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
+def add_to_word(typing, address, value):
+    def generate(context, builder, signature, arguments):
+        builder.atomic_rmw("add", _pointer(builder, arguments[0], _long), arguments[1], "acq_rel")
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
+def replace_word(typing, address, expected, value):
+    """Whether the word was as expected, and now is `value`."""
+
+    def generate(context, builder, signature, arguments):
+        where = _pointer(builder, arguments[0], _long)
+        got = builder.cmpxchg(where, arguments[1], arguments[2], "acq_rel", "acquire")
+        return builder.extract_value(got, 1)
+
+    return types.boolean(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def give_way(typing):
+    """Let whoever waits for this core have it."""
+
+    def generate(context, builder, signature, arguments):
+        function = ir.FunctionType(_int, [])
+        builder.call(cgutils.get_or_insert_function(builder.module, function, "sched_yield"), [])
+        return context.get_dummy_value()
+
+    return types.void(), generate
