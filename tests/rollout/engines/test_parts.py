@@ -128,7 +128,7 @@ def test_what_is_not_a_number_stays_none(spoilt):
     assert torch.isfinite(out[0]).all() and not torch.isfinite(out[1]).any()
 
 
-def attend(steps, qkv, slots, keys, values, kv_heads):
+def attend(steps, qkv, slots, keys, values, kv_heads, parts=1):
     """What a team makes of each row's queries, over some slots each."""
     out = torch.zeros(qkv.shape[0], qkv.shape[1] - 2 * kv_heads, qkv.shape[2])
     counts = torch.tensor([len(one) for one in slots])
@@ -141,8 +141,8 @@ def attend(steps, qkv, slots, keys, values, kv_heads):
         values,
         out,
     )
-    numbers = (*(one.data_ptr() for one in arrays), int(np.float32(0.5).view(np.int32)), kv_heads)
-    steps._team.run(kernels.ATTEND, len(slots) * kv_heads, numbers)
+    numbers = (*(one.data_ptr() for one in arrays), int(np.float32(0.5).view(np.int32)), kv_heads, parts)
+    steps._team.run(kernels.ATTEND, len(slots) * parts, numbers)
     return out
 
 
@@ -159,6 +159,7 @@ def test_attention_of_any_shape_of_heads_is_that_of_torch(size, heads, kv_heads)
     )
     slots = [[7], list(range(69, 0, -3)), list(range(33)), [5, 5, 6, 1]]
     out = attend(steps, qkv, slots, keys, values, kv_heads)
+    assert torch.equal(out, attend(steps, qkv, slots, keys, values, kv_heads, parts=kv_heads))
     for row, where in enumerate(slots):
         exact = torch.nn.functional.scaled_dot_product_attention(
             qkv[row, :heads, None],

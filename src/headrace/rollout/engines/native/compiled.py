@@ -53,22 +53,15 @@ class PanelLinear(Linear):
         rows, (scales, bias, inputs, kind) = x.shape[0], self._numbers
         out = self.team.room("product", rows, self.outputs)
         spans = kernels.product_spans(rows, inputs)
+        stretches = kernels.product_stretches(self.outputs // kernels.PANEL, self.team.threads)
         self.team.run(
             kernels.PRODUCT,
-            spans * (self.outputs // kernels.PANEL),
+            spans * stretches,
             (
-                x.data_ptr(),
-                self.panels.data_ptr(),
-                out.data_ptr(),
-                scales,
-                bias,
-                rows,
-                inputs,
-                self.outputs,
-                kind,
-                spans,
+                x.data_ptr(), self.panels.data_ptr(), out.data_ptr(), scales, bias, rows, inputs, self.outputs, kind, spans,
+                stretches,
             ),
-        )
+        )  # fmt: skip
         return out
 
 
@@ -120,12 +113,13 @@ class CompiledSteps:
         starts, counts, slots = self._spans[1]
         out = qkv.new_zeros(rows, s.heads * s.head_dim)
         attending = counts.numel()  # padding stands last, and attends to nothing
+        parts = kernels.attention_parts(attending, s.kv_heads, self._team.threads)
         self._team.run(
             kernels.ATTEND,
-            attending * s.kv_heads,
+            attending * parts,
             (
                 qkv.data_ptr(), starts.data_ptr(), counts.data_ptr(), slots.data_ptr(), keys.data_ptr(), values.data_ptr(),
-                out.data_ptr(), _bits(s.head_dim**-0.5), s.kv_heads,
+                out.data_ptr(), _bits(s.head_dim**-0.5), s.kv_heads, parts,
             ),
         )  # fmt: skip
         return out

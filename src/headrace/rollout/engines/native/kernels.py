@@ -19,6 +19,7 @@ from headrace.rollout.engines.native.vectors import (
     BYTES,
     FLOAT,
     INT8,
+    LINE,
     MOST_ROWS,
     PANEL,
     add_to_word,
@@ -45,6 +46,10 @@ _SPANS = 8
 """Rows of a cheap step are taken in so many spans."""
 _CACHED_ROWS_BYTES, _CACHED_INPUTS = 1 << 19, 2048
 """What of a product's rows, and of its inputs, is run through before the next: weights stay in cache meanwhile."""
+_AHEAD = 2048
+"""Bytes of weights that are asked for before their turn: the processor's own look-ahead ends at each page."""
+_STRETCHES = 4
+"""Stretches of panels for each thread."""
 _PATIENCE = 2000
 """Looks at a word before the core is offered to others."""
 
@@ -151,64 +156,83 @@ def _attend_for(size: int, shared: int):
 
     @njit(**_LOOPS)
     def attend(job, unit):
-        """Softmax attention of one row's queries that have one key, over the slots of the row's own sequence.
+        """Softmax attention of one row, or of some of its heads, over the slots of its own sequence.
 
         qkv [N, heads + 2 kv_heads, D] queries in front; starts, counts [N] of each row's slots in `slots`; slots;
-        keys, values [slots, kv_heads, D]; out [N, heads, D]; bits of the scale; kv_heads; N
+        keys, values [slots, kv_heads, D]; out [N, heads, D]; bits of the scale; kv_heads; parts of a row
         """
-        kv_heads, scale = job[9], float_of_bits(np.int32(job[8]))
-        i, k = unit // kv_heads, unit % kv_heads
+        kv_heads, parts, scale = job[9], job[10], float_of_bits(np.int32(job[8]))
+        i, part = unit // parts, unit % parts
+        first, last = kv_heads * part // parts, kv_heads * (part + 1) // parts
         count = carray(integers_at(job[3]), i + 1)[i]
         slots = job[4] + 8 * carray(integers_at(job[2]), i + 1)[i]
-        query = job[1] + 4 * size * (i * kv_heads * (shared + 2) + k * shared)
-        stride, head = kv_heads * size, 4 * k * size
+        stride = kv_heads * size
         scores = np.empty((shared, count), np.float32)
-        look(query, job[5] + head, slots, count, stride, scores.ctypes.data, count)
-        for h in range(shared):
-            most = scores[h, 0]
-            for t in range(count):
-                most = scores[h, t] if scores[h, t] > most else most
-            most *= scale
-            total = _f(0.0)
-            for t in range(count):
-                below = scores[h, t] * scale - most
-                # What would vanish in rounding anyway: numbers under the normal range take a hundred times as long.
-                weight = _f(0.0) if below < _f(-80.0) else _exp(below)
-                scores[h, t] = weight
-                total += weight
-            for t in range(count):
-                scores[h, t] /= total
-        out = job[7] + 4 * size * shared * (i * kv_heads + k)
-        mix(scores.ctypes.data, job[6] + head, slots, count, stride, out, count)
+        for k in range(first, last):
+            # With the first head's numbers come those of the others, which lie beside them.
+            lines = max(1, (last - first) * size // LINE) if k == first else 1
+            query = job[1] + 4 * size * (i * kv_heads * (shared + 2) + k * shared)
+            head = 4 * k * size
+            look(query, job[5] + head, slots, count, stride, scores.ctypes.data, count, lines)
+            for h in range(shared):
+                most = scores[h, 0]
+                for t in range(count):
+                    most = scores[h, t] if scores[h, t] > most else most
+                most *= scale
+                total = _f(0.0)
+                for t in range(count):
+                    below = scores[h, t] * scale - most
+                    # What would vanish in rounding anyway: numbers under the normal range take a hundred times as long.
+                    weight = _f(0.0) if below < _f(-80.0) else _exp(below)
+                    scores[h, t] = weight
+                    total += weight
+                for t in range(count):
+                    scores[h, t] /= total
+            out = job[7] + 4 * size * shared * (i * kv_heads + k)
+            mix(scores.ctypes.data, job[6] + head, slots, count, stride, out, count, lines)
 
     return attend
 
 
 @njit(**_LOOPS)
 def _product(job, unit):
-    """A span of rows times a panel of weights, `vectors.panel_product`.
+    """A span of rows times a stretch of panels, `vectors.panel_product`.
 
     x [N, inputs]; weights [panels, inputs, PANEL]; out [N, outputs]; scales [outputs] or 0; bias [outputs] or 0;
-    N; inputs; outputs; form; spans
+    N; inputs; outputs; form; spans; stretches
     """
-    rows, inputs, outputs, form, spans = job[6], job[7], job[8], job[9], job[10]
+    rows, outputs, spans, stretches = job[6], job[8], job[10], job[11]
     panels = outputs // PANEL
-    span, panel = unit // panels, unit % panels
+    span, stretch = unit // stretches, unit % stretches
     start, stop = rows * span // spans, rows * (span + 1) // spans
-    weights = job[2] + panel * inputs * PANEL * _bytes[form]
+    end = panels * (stretch + 1) // stretches
+    for panel in range(panels * stretch // stretches, end):
+        _panel(job, panel, panel + 1 < end, start, stop)
+
+
+@njit(**_LOOPS)
+def _panel(job, panel, goes_on, start, stop):
+    inputs, outputs, form = job[7], job[8], job[9]
+    width = PANEL * _bytes[form]
+    weights = job[2] + panel * inputs * width
     blocks, pieces = -(-(stop - start) // MOST_ROWS), -(-inputs // _CACHED_INPUTS)
+    # While a panel is worked on, the next one is fetched from memory, a part of it beside each block of rows.
+    ahead, step = weights + _AHEAD, width
+    if goes_on:
+        ahead, step = weights + inputs * width, width // blocks
     for piece in range(pieces):
         first, last = inputs * piece // pieces, inputs * (piece + 1) // pieces
         for block in range(blocks):
             at = start + (stop - start) * block // blocks
             count = start + (stop - start) * (block + 1) // blocks - at
             x, out = job[1] + 4 * at * inputs, job[3] + 4 * (at * outputs + panel * PANEL)
+            soon = ahead + block * step * inputs if goes_on else ahead
             if form == FLOAT:
-                _float_product(x, weights, out, count, first, last, inputs, outputs, piece == 0)
+                _float_product(x, weights, out, count, first, last, inputs, outputs, piece == 0, soon, step)
             elif form == BFLOAT16:
-                _bfloat16_product(x, weights, out, count, first, last, inputs, outputs, piece == 0)
+                _bfloat16_product(x, weights, out, count, first, last, inputs, outputs, piece == 0, soon, step)
             else:
-                _int8_product(x, weights, out, count, first, last, inputs, outputs, piece == 0)
+                _int8_product(x, weights, out, count, first, last, inputs, outputs, piece == 0, soon, step)
     if job[4] or job[5]:
         for at in range(start, stop):
             out = carray(floats_at(job[3] + 4 * (at * outputs + panel * PANEL)), PANEL)
@@ -301,6 +325,14 @@ def loops_for(size: int, shared: int):
 
 def spans_of(rows: int) -> int:
     return min(rows, _SPANS)
+
+
+def product_stretches(panels: int, threads: int) -> int:
+    return min(panels, _STRETCHES * threads)
+
+
+def attention_parts(rows: int, kv_heads: int, threads: int) -> int:
+    return 1 if rows >= 2 * threads else kv_heads
 
 
 def product_spans(rows: int, inputs: int) -> int:

@@ -28,6 +28,7 @@ class Team:
         self._pool: ThreadPoolExecutor | None = None
         self._helpers: list[Future[None]] = []
         self._rooms: dict[tuple[str, int], torch.Tensor] = {}
+        self.threads = 1
         self._lead(self._board, 0)
         self._help(self._board)
 
@@ -41,7 +42,7 @@ class Team:
                 yield
             return
         self._pool = self._pool or ThreadPoolExecutor(None, "team")
-        self._board[kernels.OPEN] = 1
+        self.threads, self._board[kernels.OPEN] = own, 1
         # A helper that has not yet seen the end of the last pass goes on in this one.
         self._helpers = [one for one in self._helpers if not one.done()]
         while len(self._helpers) < own - 1:
@@ -50,7 +51,7 @@ class Team:
             with _one_thread(own):
                 yield
         finally:
-            self._board[kernels.OPEN] = 0
+            self.threads, self._board[kernels.OPEN] = 1, 0
             self._helpers = [one for one in self._helpers if not one.cancel()]
 
     def room(self, use: str, rows: int, width: int) -> torch.Tensor:

@@ -20,9 +20,7 @@ PANEL = 2 * LANES
 FLOAT, BFLOAT16, INT8 = 0, 1, 2
 BYTES = {FLOAT: 4, BFLOAT16: 2, INT8: 1}
 
-_AHEAD_BYTES = 2048
-"""Weights are asked for so long before their turn: the processor's own look-ahead ends at each page."""
-_AHEAD_TOKENS, _LINE = 6, 16
+_AHEAD_TOKENS, LINE = 8, 16
 """Keys and values are asked for so many tokens before their turn, a cache line of so many numbers at a time."""
 
 _float, _bit, _byte, _half, _int, _long = ir.FloatType(), *(ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
@@ -105,15 +103,15 @@ def panel_product(form: int):
     depend on what it is computed with.
     """
     element = {FLOAT: _float, BFLOAT16: _half, INT8: _byte}[form]
-    ahead = _AHEAD_BYTES // BYTES[form]
 
     @intrinsic
-    def product(typing, x, weights, out, rows, first, last, inputs, outputs, fresh):
+    def product(typing, x, weights, out, rows, first, last, inputs, outputs, fresh, ahead, step):
         """x: of a row of `inputs` floats; weights: of the panel; out: of its first result in a row of `outputs` floats
-        rows: 1 to MOST_ROWS; first, last: of the inputs; fresh: 0 to add to what is in `out`"""
+        rows: 1 to MOST_ROWS; first, last: of the inputs; fresh: 0 to add to what is in `out`
+        ahead: from where weights are asked for that are needed later, `step` bytes for each input"""
 
         def generate(context, builder, signature, arguments):
-            x, weights, out, rows, first, last, inputs, outputs, fresh = arguments
+            x, weights, out, rows, first, last, inputs, outputs, fresh, ahead, step = arguments
             zero = ir.Constant(_vector, [0.0] * LANES)
             anew = builder.icmp_signed("!=", fresh, _number(0))
             done = builder.append_basic_block("done")
@@ -134,12 +132,11 @@ def panel_product(form: int):
                 sums = [builder.select(anew, zero, builder.load(place, align=4)) for place in places]
 
                 def add(index, sums, xs=xs):
+                    soon = _pointer(builder, ahead, _byte, builder.mul(index, step))
+                    _fetch(builder, soon)
+                    _fetch(builder, builder.gep(soon, [builder.ashr(step, _number(1))]))
                     where = _pointer(builder, weights, element, builder.mul(index, _number(PANEL)))
-                    parts = []
-                    for part in range(2):
-                        here = builder.gep(where, [_number(part * LANES)])
-                        _fetch(builder, builder.gep(here, [_number(ahead)]))
-                        parts.append(_weights(builder, form, here))
+                    parts = [_weights(builder, form, builder.gep(where, [_number(part * LANES)])) for part in range(2)]
                     more = []
                     for row, start in enumerate(xs):
                         value = _spread(builder, builder.load(builder.gep(start, [index])), _vector)
@@ -155,7 +152,7 @@ def panel_product(form: int):
             builder.position_at_end(done)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 9), generate
+        return types.void(*[types.int64] * 11), generate
 
     return product
 
@@ -167,11 +164,11 @@ def panel_product(form: int):
 def attention_loops(size: int, heads: int):
     """Two loops over a sequence's tokens, for `heads` queries of `size` numbers that have one key.
 
-    scores(query, keys, slots, count, stride, scores, room): products of each query with each key
-    mix(weights, values, slots, count, stride, out, room): sums of the values by the weights of each query
+    scores(query, keys, slots, count, stride, scores, room, ahead): products of each query with each key
+    mix(weights, values, slots, count, stride, out, room, ahead): sums of the values by the weights of each query
 
     query, out: [heads, size]; keys, values: of slot 0, whose successors lie `stride` floats apart; slots: [count]
-    scores, weights: [heads, room]
+    scores, weights: [heads, room]; ahead: cache lines to ask for of each token
     """
     kind = ir.VectorType(_float, size)
     together = max(1, (12 if LANES == 16 else 6) * LANES // size)
@@ -180,30 +177,34 @@ def attention_loops(size: int, heads: int):
     def row(builder, address, index, stride):
         return builder.bitcast(_pointer(builder, address, _float, builder.mul(index, stride)), kind.as_pointer())
 
-    def token(builder, kept, slots, index, last, stride):
-        """The vector of one token, after asking for that of a later one."""
+    def token(builder, kept, slots, index, last, stride, ahead):
+        """The vector of one token, after asking for `ahead` numbers of a later one."""
         later = builder.add(index, _number(_AHEAD_TOKENS))
         later = builder.select(builder.icmp_signed("<", later, last), later, index)
         soon = builder.load(_pointer(builder, slots, _long, later))
         soon = _pointer(builder, kept, _float, builder.mul(soon, stride))
-        for at in range(0, size, _LINE):
-            _fetch(builder, builder.gep(soon, [_number(at)]))
+
+        def ask(line, carried):
+            _fetch(builder, builder.gep(soon, [builder.mul(line, _number(LINE))]))
+            return carried
+
+        _counted(builder, _number(0), ahead, [], ask)
         slot = builder.load(_pointer(builder, slots, _long, index))
         return builder.load(row(builder, kept, slot, stride), align=4)
 
-    signature = types.void(*[types.int64] * 7)
+    signature = types.void(*[types.int64] * 8)
 
     @intrinsic
-    def scores(typing, query, keys, slots, count, stride, out, room):
+    def scores(typing, query, keys, slots, count, stride, out, room, ahead):
         def generate(context, builder, signature, arguments):
-            query, keys, slots, count, stride, out, room = arguments
+            query, keys, slots, count, stride, out, room, ahead = arguments
             function = ir.FunctionType(_float, [_float, kind])
             total = cgutils.get_or_insert_function(builder.module, function, f"llvm.vector.reduce.fadd.v{size}f32")
             for group in groups:
                 queries = [builder.load(row(builder, query, _number(one), _number(size)), align=4) for one in group]
 
                 def look(index, carried, group=group, queries=queries):
-                    key = token(builder, keys, slots, index, count, stride)
+                    key = token(builder, keys, slots, index, count, stride, ahead)
                     for one, values in zip(group, queries, strict=True):
                         product = builder.fmul(values, key)
                         score = builder.call(total, [ir.Constant(_float, -0.0), product], fastmath=("reassoc",))
@@ -217,13 +218,13 @@ def attention_loops(size: int, heads: int):
         return signature, generate
 
     @intrinsic
-    def mix(typing, weights, values, slots, count, stride, out, room):
+    def mix(typing, weights, values, slots, count, stride, out, room, ahead):
         def generate(context, builder, signature, arguments):
-            weights, values, slots, count, stride, out, room = arguments
+            weights, values, slots, count, stride, out, room, ahead = arguments
             for group in groups:
 
                 def add(index, sums, group=group):
-                    value = token(builder, values, slots, index, count, stride)
+                    value = token(builder, values, slots, index, count, stride, ahead)
                     more = []
                     for one, total in zip(group, sums, strict=True):
                         place = builder.add(builder.mul(room, _number(one)), index)
