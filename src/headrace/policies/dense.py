@@ -18,7 +18,7 @@ class Dense(nn.Linear):
 
     def __init__(self, inputs: int, outputs: int, activation: str) -> None:
         super().__init__(inputs, outputs)
-        self.activation = ACTIVATIONS[activation]
+        self.kind, self.activation = activation, ACTIVATIONS[activation]
         self.quick = activation == "tanh"
 
     def forward(self, values: Tensor) -> Tensor:

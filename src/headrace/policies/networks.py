@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,6 +30,16 @@ def layer(inputs: int, outputs: int, gain: float, activation: str = "") -> nn.Li
     nn.init.orthogonal_(made.weight, gain)
     nn.init.zeros_(made.bias)
     return made
+
+
+def tower_of(*layers: nn.Module) -> nn.Sequential:
+    """Layers one after another, compiled where this machine can."""
+    try:
+        from headrace.policies.tower import Tower
+    except Exception as error:  # a processor without numba, nowhere to keep what it compiles, ...
+        warnings.warn(f"small networks are not compiled, so they are slower: {error!r}", stacklevel=2)
+        return nn.Sequential(*layers)
+    return Tower(*layers)
 
 
 class Normaliser(nn.Module):
@@ -178,12 +189,16 @@ class Encoder(nn.Module):
         for outputs in () if all(leaf.kind == "image" for leaf in leaves) else config.hidden:
             layers.append(layer(width, outputs, math.sqrt(2), config.activation))
             width = outputs
-        self.layers = nn.Sequential(*layers)
+        self.layers = tower_of(*layers)
         self.width = width
 
-    def forward(self, observations: Leaves) -> Tensor:
+    def inputs(self, observations: Leaves) -> Tensor:
+        """[B, inputs] of the layers."""
         found = [encode(observations[name]) for name, encode in zip(self.names, self.leaves, strict=True)]
-        return self.layers(found[0] if len(found) == 1 else torch.cat(found, -1))
+        return found[0] if len(found) == 1 else torch.cat(found, -1)
+
+    def forward(self, observations: Leaves) -> Tensor:
+        return self.layers(self.inputs(observations))
 
 
 class PolicyNetwork(nn.Module):

@@ -106,7 +106,7 @@ class Actor(Acting):
             recorded = await self._loop(request)
         trajectory = self._trajectory(request, recorded)
         refuse_what_is_not_finite(self.env.id, trajectory)
-        if self._shared is not None:
+        if self._shared is not None and recorded.passes:
             self._shared.keep(changes, recorded.passes, trajectory.behavior_logprobs)
         return trajectory
 
@@ -137,7 +137,7 @@ class Actor(Acting):
 
     def _act(self, recorded: Recording, t: int, state: Any, noise: torch.Tensor) -> Any:
         """Actions, outputs and the next state of a step."""
-        if self._shared is None:
+        if self._shared is None or self._shared.network is None:
             return self.engine.step(recorded.shown(t), state, noise)
         recorded.passes.append(self._shared.evaluate(recorded.shown(t)))
         outputs = recorded.passes[-1][0].detach()

@@ -8,15 +8,16 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial, reduce
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headrace.cores import Crew, threads_for
 from headrace.errors import ConfigError, RunDirError
 from headrace.policies.config import PolicyConfig
-from headrace.policies.distributions import distribution_of
+from headrace.policies.distributions import Distribution, distribution_of
 from headrace.policies.networks import PolicyNetwork, build_network
 from headrace.policies.shared_pass import Passes, SharedPass
 from headrace.policies.spaces import Spaces
@@ -76,7 +77,10 @@ class ControlDevice(PolicyDevice):
         total = self._training.steps * self._training.epochs * self._training.minibatches
         self._optimizer = FlatAdamW(self._flat, self._training.optimizer, total)
         self._shuffle = torch.Generator(device).manual_seed(self._seed)
-        if self.shared is not None:
+        self._fused = (
+            _fused(self._network, self._distribution, self._flat, self._algorithm) if device == "cpu" else None
+        )
+        if self.shared is not None and self._fused is None:
             self.shared.network = self._network
         self._returns = (0.0, 0.0, 0.0)  # count, mean, sum of squared differences
 
@@ -104,6 +108,10 @@ class ControlDevice(PolicyDevice):
     def _update_once(self, batch: StepBatch, rows: Rows) -> Updates:
         """One step on the whole batch: its forward pass serves the values that credit is made of, too; and if the batch
         was acted out in this process by this network, that pass is there already."""
+        if self._fused is not None:
+            rows.fill(self._credit(batch, rows))
+            self._fused.begin(rows)
+            return Updates([self._gradient(rows, slice(None))], self._step())
         kept = self.shared.take(batch.behavior_logprobs) if self.shared is not None else None
         forward = partial(self._forward, rows) if kept is None else partial(self._forward_kept, rows, kept)
         shares = rows.shares(slice(None), self._cores, 1 if kept is None else rows.count)
@@ -117,6 +125,8 @@ class ControlDevice(PolicyDevice):
     def _epochs(self, rows: Rows) -> Updates:
         """Shuffled minibatches, until the policy is too far from the one that acted."""
         found = Updates([], {})
+        if self._fused is not None:
+            self._fused.begin(rows)
         bound = 1.5 * self._algorithm.target_kl
         for _ in range(self._training.epochs):
             for part in rows.minibatches(self._training.minibatches, self._shuffle, self._network.recurrent):
@@ -147,6 +157,8 @@ class ControlDevice(PolicyDevice):
 
     def _gradient(self, rows: Rows, part: Part, made: Sequence[Sequence[Chunk]] | None = None) -> dict[str, Tensor]:
         """Add the gradient of one minibatch. made: a share of its chunks for each core"""
+        if self._fused is not None:
+            return self._gradient_fused(rows, part)
         if self._network.recurrent:
             forward, part = self._forward(rows, part), rows.rows_of(part)
             made = [[(part, forward)]]
@@ -160,6 +172,17 @@ class ControlDevice(PolicyDevice):
         found = self._crew.run([partial(share, chunks) for chunks in made])
         for _, gradients in found:
             self._flat.add(gradients)
+        return reduce(_joined, (metrics for metrics, _ in found))
+
+    def _gradient_fused(self, rows: Rows, part: Part) -> dict[str, Tensor]:
+        assert self._fused is not None
+        *normal, count = self._fused.normal(part)
+        if not self._algorithm.normalise_advantages:
+            normal = [0.0, 1.0]
+        chunks = [chunk for share in rows.shares(part, self._cores, fused=True) for chunk in share]
+        found = self._crew.run([partial(self._fused.gradient, chunk, normal, count) for chunk in chunks])
+        for _, gradient in found:
+            self._flat.grads += gradient
         return reduce(_joined, (metrics for metrics, _ in found))
 
     def _gradient_of_share(
@@ -344,6 +367,15 @@ class Updates:
         stats = torch.stack([torch.stack(list(part.values())) for part in self.losses])
         columns = zip(self.losses[0], stats.T.tolist(), strict=True)
         return {name: Stat(sum(column), len(column), max(column)) for name, column in columns} | self.metrics
+
+
+def _fused(network: nn.Module, distribution: Distribution, flat: FlatParameters, algorithm: AlgorithmConfig) -> Any:
+    """`FusedSteps` where it can be had."""
+    try:
+        from headrace.training.backends.fused_steps import FusedSteps
+    except Exception:  # `networks.tower_of` has said why
+        return None
+    return FusedSteps(network, flat, algorithm) if FusedSteps.fits(network, distribution) else None
 
 
 def spread(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

@@ -52,14 +52,15 @@ class Rows:
         chosen = (lambda leaf: leaf[part]) if isinstance(part, slice) else (lambda leaf: leaf.index_select(0, part))
         return {name: chosen(leaf) for name, leaf in self.observations.items()}
 
-    def shares(self, part: Part, cores: int, whole: int = 1) -> list[list[Part]]:
+    def shares(self, part: Part, cores: int, whole: int = 1, fused: bool = False) -> list[list[Part]]:
         """For each of at most so many cores its chunks: `CHUNK_ROWS` rows, or fewer if a row has many numbers or there are
-        more cores than chunks; rows come in wholes of `whole`."""
+        more cores than chunks; rows come in wholes of `whole`. fused: a chunk for each core, which runs through caches by itself"""
         size = sum(leaf[0].numel() for leaf in self.observations.values())
         most = min(CHUNK_ROWS, max(CHUNK_NUMBERS // size, 64))
         total = len(part) if isinstance(part, Tensor) else self.steps * self.count
         cores = max(1, min(cores, total // ROWS_WORTH_A_CORE))
-        rows = -(-min(most, -(-total // cores)) // whole) * whole
+        each = -(-total // cores)
+        rows = -(-(each if fused else min(most, each)) // whole) * whole
         chunks = [slice(first, min(first + rows, total)) for first in range(0, total, rows)]
         chunks = [part[chunk] for chunk in chunks] if isinstance(part, Tensor) else chunks
         each = -(-len(chunks) // cores)

@@ -14,7 +14,7 @@ from functools import cache
 import numpy as np
 from numba import carray, njit
 
-from headrace.rollout.engines.native.vectors import (
+from headrace.vectors import (
     BFLOAT16,
     BYTES,
     FLOAT,
@@ -58,7 +58,7 @@ _bytes = np.array([BYTES[FLOAT], BYTES[BFLOAT16], BYTES[INT8]])
 
 
 @njit(inline="always", **_LOOPS)
-def _exp(x):
+def exp(x):
     """To 2 units in the last place, in the range of float32: 2^n times a polynomial (Cephes, Moshier 1989)."""
     x = _f(-87.0) if x < _f(-87.0) else x
     x = _f(88.0) if x > _f(88.0) else x
@@ -108,7 +108,7 @@ def _gate(job, first, last):
         out = carray(floats_at(job[2] + 4 * i * width), width)
         for j in range(width):
             value = row[j]
-            silu = value / (_f(1.0) + _exp(-value)) if value > _f(-88.0) else value * _f(0.0)
+            silu = value / (_f(1.0) + exp(-value)) if value > _f(-88.0) else value * _f(0.0)
             out[j] = silu * row[width + j]
 
 
@@ -183,7 +183,7 @@ def _attend_for(size: int, shared: int):
                 for t in range(count):
                     below = scores[h, t] * scale - most
                     # What would vanish in rounding anyway: numbers under the normal range take a hundred times as long.
-                    weight = _f(0.0) if below < _f(-80.0) else _exp(below)
+                    weight = _f(0.0) if below < _f(-80.0) else exp(below)
                     scores[h, t] = weight
                     total += weight
                 for t in range(count):
@@ -228,11 +228,13 @@ def _panel(job, panel, goes_on, start, stop):
             x, out = job[1] + 4 * at * inputs, job[3] + 4 * (at * outputs + panel * PANEL)
             soon = ahead + block * step * inputs if goes_on else ahead
             if form == FLOAT:
-                _float_product(x, weights, out, count, first, last, inputs, outputs, piece == 0, soon, step)
+                _float_product(x, inputs, 1, weights, PANEL, out, outputs, count, first, last, piece == 0, soon, step)
             elif form == BFLOAT16:
-                _bfloat16_product(x, weights, out, count, first, last, inputs, outputs, piece == 0, soon, step)
+                _bfloat16_product(
+                    x, inputs, 1, weights, PANEL, out, outputs, count, first, last, piece == 0, soon, step
+                )
             else:
-                _int8_product(x, weights, out, count, first, last, inputs, outputs, piece == 0, soon, step)
+                _int8_product(x, inputs, 1, weights, PANEL, out, outputs, count, first, last, piece == 0, soon, step)
     if job[4] or job[5]:
         for at in range(start, stop):
             out = carray(floats_at(job[3] + 4 * (at * outputs + panel * PANEL)), PANEL)

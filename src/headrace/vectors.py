@@ -97,7 +97,7 @@ def _weights(builder: ir.IRBuilder, form: int, where: ir.Value) -> ir.Value:
 
 @cache
 def panel_product(form: int):
-    """The product of up to MOST_ROWS rows with a panel's weights, [inputs, PANEL] in one of three forms.
+    """The product of up to MOST_ROWS rows with a panel's weights, [inputs, PANEL] in one of three forms (`FLOAT`, ...).
 
     Its sums stay in registers, each added up in the order of the inputs whatever the number of rows: a row's result does not
     depend on what it is computed with.
@@ -105,13 +105,13 @@ def panel_product(form: int):
     element = {FLOAT: _float, BFLOAT16: _half, INT8: _byte}[form]
 
     @intrinsic
-    def product(typing, x, weights, out, rows, first, last, inputs, outputs, fresh, ahead, step):
-        """x: of a row of `inputs` floats; weights: of the panel; out: of its first result in a row of `outputs` floats
-        rows: 1 to MOST_ROWS; first, last: of the inputs; fresh: 0 to add to what is in `out`
+    def product(typing, x, row, column, weights, panel, out, outputs, rows, first, last, fresh, ahead, step):
+        """x: whose rows lie `row` floats apart, and numbers of a row `column`; weights: whose inputs' lie `panel` apart
+        out: whose rows lie `outputs` apart; rows: 1 to MOST_ROWS; first, last: of the inputs; fresh: 0 to add to `out`
         ahead: from where weights are asked for that are needed later, `step` bytes for each input"""
 
         def generate(context, builder, signature, arguments):
-            x, weights, out, rows, first, last, inputs, outputs, fresh, ahead, step = arguments
+            x, row, column, weights, panel, out, outputs, rows, first, last, fresh, ahead, step = arguments
             zero = ir.Constant(_vector, [0.0] * LANES)
             anew = builder.icmp_signed("!=", fresh, _number(0))
             done = builder.append_basic_block("done")
@@ -120,13 +120,13 @@ def panel_product(form: int):
                 case = builder.append_basic_block(f"rows{count}")
                 choice.add_case(_number(count), case)
                 builder.position_at_end(case)
-                xs = [_pointer(builder, x, _float, builder.mul(inputs, _number(row))) for row in range(count)]
+                xs = [_pointer(builder, x, _float, builder.mul(row, _number(at))) for at in range(count)]
                 places = [
                     builder.bitcast(
-                        _pointer(builder, out, _float, builder.mul(outputs, _number(row)), _number(part * LANES)),
+                        _pointer(builder, out, _float, builder.mul(outputs, _number(at)), _number(part * LANES)),
                         _vector.as_pointer(),
                     )
-                    for row in range(count)
+                    for at in range(count)
                     for part in range(2)
                 ]
                 sums = [builder.select(anew, zero, builder.load(place, align=4)) for place in places]
@@ -135,14 +135,15 @@ def panel_product(form: int):
                     soon = _pointer(builder, ahead, _byte, builder.mul(index, step))
                     _fetch(builder, soon)
                     _fetch(builder, builder.gep(soon, [builder.ashr(step, _number(1))]))
-                    where = _pointer(builder, weights, element, builder.mul(index, _number(PANEL)))
+                    where = _pointer(builder, weights, element, builder.mul(index, panel))
                     parts = [_weights(builder, form, builder.gep(where, [_number(part * LANES)])) for part in range(2)]
                     more = []
-                    for row, start in enumerate(xs):
-                        value = _spread(builder, builder.load(builder.gep(start, [index])), _vector)
+                    for start, *totals in zip(xs, sums[::2], sums[1::2], strict=True):
+                        where = builder.gep(start, [builder.mul(index, column)])
+                        value = _spread(builder, builder.load(where), _vector)
                         more += [
-                            _multiply_add(builder, _vector, value, part, sums[2 * row + at])
-                            for at, part in enumerate(parts)
+                            _multiply_add(builder, _vector, value, part, total)
+                            for part, total in zip(parts, totals, strict=True)
                         ]
                     return more
 
@@ -152,7 +153,7 @@ def panel_product(form: int):
             builder.position_at_end(done)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 11), generate
+        return types.void(*[types.int64] * 13), generate
 
     return product
 
@@ -240,6 +241,51 @@ def attention_loops(size: int, heads: int):
         return signature, generate
 
     return scores, mix
+
+
+# --------------------------------------------------------------------------------------------------------- activation
+
+
+@intrinsic
+def tanh_in_place(typing, address, count):
+    """1 - 2 / (exp(2x) + 1), to 2e-7, of `count` floats, a multiple of LANES: exp as 2^n times a polynomial (Cephes, Moshier
+    1989)."""
+
+    def generate(context, builder, signature, arguments):
+        address, count = arguments
+        whole = ir.VectorType(_int, LANES)
+
+        def number(value):
+            return ir.Constant(_vector, [value] * LANES)
+
+        def held(x, bound, how):
+            return builder.select(builder.fcmp_ordered(how, x, number(bound)), number(bound), x)
+
+        def run(index, carried):
+            place = _pointer(builder, address, _float, builder.mul(index, _number(LANES)))
+            place = builder.bitcast(place, _vector.as_pointer())
+            x = held(held(builder.load(place, align=4), -10.0, "<"), 10.0, ">")
+            x = builder.fadd(x, x)
+            floor = cgutils.get_or_insert_function(
+                builder.module, ir.FunctionType(_vector, [_vector]), f"llvm.floor.v{LANES}f32"
+            )
+            n = builder.call(floor, [_multiply_add(builder, _vector, x, number(1.44269504088896341), number(0.5))])
+            r = _multiply_add(builder, _vector, n, number(-0.693359375), x)
+            r = _multiply_add(builder, _vector, n, number(2.12194440e-4), r)
+            p = number(1.9875691500e-4)
+            for term in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+                p = _multiply_add(builder, _vector, p, r, number(term))
+            p = _multiply_add(builder, _vector, p, builder.fmul(r, r), builder.fadd(r, number(1.0)))
+            bits = builder.add(builder.fptosi(n, whole), ir.Constant(whole, [127] * LANES))
+            power = builder.bitcast(builder.shl(bits, ir.Constant(whole, [23] * LANES)), _vector)
+            below = _multiply_add(builder, _vector, p, power, number(1.0))
+            builder.store(builder.fsub(number(1.0), builder.fdiv(number(2.0), below)), place, align=4)
+            return carried
+
+        _counted(builder, _number(0), builder.sdiv(count, _number(LANES)), [], run)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
 
 
 # ------------------------------------------------------------------------------------------------------- shared words

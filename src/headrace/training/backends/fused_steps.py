@@ -1,0 +1,321 @@
+"""Turns control steps into the gradient of their loss in one compiled call: forward pass, loss and backward pass, a few
+hundred rows at a time, so that what lies between them stays in cache.
+
+The same numbers as `losses.step_loss` through autograd, for networks of tanh or relu layers with whole-number actions. There
+autograd's share is small beside some hundred calls that work on columns of two numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray, njit
+from torch import Tensor
+
+from headrace.policies.distributions import Categorical
+from headrace.policies.networks import PolicyNetwork
+from headrace.policies.tower import LOOPS, Tower, forward, times, turned
+from headrace.training.backends.step_rows import Part, Rows
+from headrace.training.config import AlgorithmConfig
+from headrace.training.losses import MAX_LOG_RATIO
+from headrace.training.optimizer import FlatParameters
+from headrace.vectors import MOST_ROWS, floats_at
+
+_f = np.float32
+_MOST_LOG_RATIO = _f(MAX_LOG_RATIO)
+_ROWS = MOST_ROWS * 18
+"""Rows that are worked on at once."""
+NAMES = ("total", "policy", "value", "entropy", "kl", "clip_share", "ratio_max")
+
+
+@njit(**LOOPS)
+def _backward(x, rows, widths, weights, activation, made, due, for_weights, for_biases, room):
+    """Add the gradients of weights [inputs, outputs], one layer after another, and of biases, from `due` [rows, outputs] of
+    the last layer's results. x, made: addresses, as in `forward`; weights: [layers] addresses; due, room: addresses of
+    `rows` times the widest layer, both overwritten"""
+    layers = weights.shape[0]
+    w_end, b_end, m_end = for_weights.shape[0], for_biases.shape[0], rows * widths[1:].sum()
+    w_end = 0
+    for layer in range(layers):
+        w_end += widths[layer] * widths[layer + 1]
+    source, other = due, room
+    for layer in range(layers - 1, -1, -1):
+        inputs, outputs = widths[layer], widths[layer + 1]
+        w_end, b_end, m_end = w_end - inputs * outputs, b_end - outputs, m_end - rows * outputs
+        values, inner = carray(floats_at(made + 4 * m_end), (rows, outputs)), carray(floats_at(source), (rows, outputs))
+        for i in range(rows):
+            for j in range(outputs):
+                value = values[i, j]
+                slope = _f(1.0) - value * value if activation == 0 else (_f(1.0) if value > _f(0.0) else _f(0.0))
+                inner[i, j] *= slope
+                for_biases[b_end + j] += inner[i, j]
+        below = x if layer == 0 else made + 4 * (m_end - rows * inputs)
+        times(below, 1, inputs, source, for_weights.ctypes.data + 4 * w_end, inputs, rows, outputs, 0)
+        if layer:
+            times(source, outputs, 1, weights[layer], other, rows, outputs, inputs, 1)
+            source, other = other, source
+
+
+@njit(**LOOPS)
+def _head(features, weight, bias, out):
+    for i in range(features.shape[0]):
+        for k in range(out.shape[1]):
+            total = bias[k]
+            for j in range(features.shape[1]):
+                total += features[i, j] * weight[k, j]
+            out[i, k] = total
+
+
+@njit(**LOOPS)
+def _head_backward(features, weight, due, for_weight, for_bias, for_features):
+    """Add to the gradients of all three."""
+    for i in range(features.shape[0]):
+        for k in range(due.shape[1]):
+            amount = due[i, k]
+            for_bias[k] += amount
+            for j in range(features.shape[1]):
+                for_weight[k, j] += amount * features[i, j]
+                for_features[i, j] += amount * weight[k, j]
+
+
+@njit(**LOOPS)
+def _losses(outputs, values, actions, behavior, advantages, targets, old_values, weights, how, found, index):
+    """`losses.step_loss` of the rows `index`: sums into `found` (`NAMES`), and `outputs` [n, k] and `values` [n, 1] are replaced by
+    their gradients. how: kind (0: surrogate, 1: policy gradient), clip, value_clip, value_coef, entropy_coef, shift and
+    scale of advantages, count, mean and deviation of the value head's unit"""
+    clip, value_clip, value_coef, entropy_coef = how[1], how[2], how[3], how[4]
+    share, mean, std = _f(1.0) / how[7], how[8], how[9]
+    for i in range(outputs.shape[0]):
+        r = index[i]
+        if weights[r] <= _f(0.0):
+            outputs[i, :] = _f(0.0)
+            values[i, 0] = _f(0.0)
+            continue
+        most = outputs[i, 0]
+        for k in range(outputs.shape[1]):
+            most = outputs[i, k] if outputs[i, k] > most else most
+        total = _f(0.0)
+        for k in range(outputs.shape[1]):
+            total += np.exp(outputs[i, k] - most)
+        level = most + np.log(total)
+        entropy = _f(0.0)
+        for k in range(outputs.shape[1]):
+            outputs[i, k] -= level
+            entropy -= np.exp(outputs[i, k]) * outputs[i, k]
+        logprob = outputs[i, actions[r]]
+        advantage = (advantages[r] - how[5]) / how[6]
+        log_ratio = logprob - behavior[r]
+        bounded = min(max(log_ratio, -_MOST_LOG_RATIO), _MOST_LOG_RATIO)
+        ratio = np.exp(bounded)
+        if how[0] == _f(1.0):
+            policy, due = -advantage * logprob, -advantage
+        else:
+            held = min(max(ratio, _f(1.0) - clip), _f(1.0) + clip)
+            inside = _f(1.0) if held == ratio else _f(0.0)
+            free, kept = ratio * advantage, held * advantage
+            policy = -min(free, kept)
+            due = -advantage * ratio if free < kept else -advantage * ratio * inside
+            due = due if bounded == log_ratio else _f(0.0)
+            found[5] += (_f(1.0) - inside) * share
+        target, old = (targets[r] - mean) / std, (old_values[r] - mean) / std
+        error = values[i, 0] - target
+        squared, slope = error * error, error
+        if value_clip > _f(0.0):
+            moved = values[i, 0] - old
+            clipped = old + min(max(moved, -value_clip), value_clip) - target
+            if clipped * clipped > squared:
+                squared, slope = clipped * clipped, clipped if abs(moved) <= value_clip else _f(0.0)
+        found[1] += policy * share
+        found[2] += _f(0.5) * squared * share
+        found[3] += entropy * share
+        found[4] += (ratio - _f(1.0) - log_ratio) * share
+        found[6] = max(found[6], ratio)
+        values[i, 0] = value_coef * slope * share
+        for k in range(outputs.shape[1]):
+            chance = np.exp(outputs[i, k])
+            taken = _f(1.0) if k == actions[r] else _f(0.0)
+            pull = due * (taken - chance) + entropy_coef * chance * (outputs[i, k] + entropy)
+            outputs[i, k] = pull * share
+
+
+@njit(**LOOPS)
+def learn(
+    x, index, widths, weights, biases, activation, value_widths, value_weights, value_biases, heads, actions, behavior, advantages,
+    targets, old_values, row_weights, how, grads, places, found,
+):  # fmt: skip
+    """Add the gradient of a part's loss to `grads` [P], and its figures to `found`.
+
+    x: [N, inputs] of all rows; index: [M] those of the part; of the policy's layers and the value's own (none if they share the policy's): widths, addresses of weights
+    and biases; heads: addresses of the policy's weight and bias and of the value's; places: where in `grads` all of these
+    lie, in this order
+    """
+    layers, own = weights.shape[0], value_weights.shape[0]
+    outs, features, inputs = heads[4], widths[layers], x.shape[1]
+    value_features = value_widths[own] if own else features
+    straight = np.empty(_size(widths, layers), np.float32)
+    turned(straight, widths, weights)
+    value_straight = np.empty(_size(value_widths, own), np.float32)
+    turned(value_straight, value_widths, value_weights)
+    for_weights, for_biases = np.zeros(straight.shape[0], np.float32), np.zeros(widths[1:].sum(), np.float32)
+    for_value_weights = np.zeros(value_straight.shape[0], np.float32)
+    for_value_biases = np.zeros(value_widths[1:].sum(), np.float32)
+    widest = max(widths[1:].max(), value_widths[1:].max() if own else 0)
+    made = np.empty(_ROWS * for_biases.shape[0], np.float32)
+    value_made = np.empty(_ROWS * for_value_biases.shape[0], np.float32)
+    due_room, room = np.empty(_ROWS * widest, np.float32), np.empty(_ROWS * widest, np.float32)
+    policy_weight, policy_bias = carray(floats_at(heads[0]), (outs, features)), carray(floats_at(heads[1]), outs)
+    value_weight, value_bias = carray(floats_at(heads[2]), (1, value_features)), carray(floats_at(heads[3]), 1)
+    base = grads.ctypes.data
+    at = 2 * (layers + own)
+    for_policy_head = carray(floats_at(base + 4 * places[at]), (outs, features))
+    for_policy_bias = carray(floats_at(base + 4 * places[at + 1]), outs)
+    for_value_head = carray(floats_at(base + 4 * places[at + 2]), (1, value_features))
+    for_value_bias = carray(floats_at(base + 4 * places[at + 3]), 1)
+    picked = np.empty((min(_ROWS, index.shape[0]), inputs), np.float32)
+    for first in range(0, index.shape[0], _ROWS):
+        rows = min(_ROWS, index.shape[0] - first)
+        part = index[first : first + rows]
+        for i in range(rows):
+            for j in range(inputs):
+                picked[i, j] = x[part[i], j]
+        start = picked.ctypes.data
+        forward(start, rows, widths, straight, biases, activation, made.ctypes.data)
+        shown = made[rows * (for_biases.shape[0] - features) : rows * for_biases.shape[0]].reshape(rows, features)
+        seen = shown
+        if own:
+            forward(start, rows, value_widths, value_straight, value_biases, activation, value_made.ctypes.data)
+            end = rows * for_value_biases.shape[0]
+            seen = value_made[end - rows * value_features : end].reshape(rows, value_features)
+        outputs, values = np.empty((rows, outs), np.float32), np.empty((rows, 1), np.float32)
+        _head(shown, policy_weight, policy_bias, outputs)
+        _head(seen, value_weight, value_bias, values)
+        _losses(outputs, values, actions, behavior, advantages, targets, old_values, row_weights, how, found, part)
+        due_room[:] = _f(0.0)
+        due = due_room[: rows * features].reshape(rows, features)
+        _head_backward(shown, policy_weight, outputs, for_policy_head, for_policy_bias, due)
+        if own:
+            _backward(
+                start, rows, widths, weights, activation, made.ctypes.data, due_room.ctypes.data, for_weights, for_biases,
+                room.ctypes.data,
+            )  # fmt: skip
+            due_room[:] = _f(0.0)
+            due = due_room[: rows * value_features].reshape(rows, value_features)
+        _head_backward(seen, value_weight, values, for_value_head, for_value_bias, due)
+        if own:
+            _backward(
+                start, rows, value_widths, value_weights, activation, value_made.ctypes.data, due_room.ctypes.data,
+                for_value_weights, for_value_biases, room.ctypes.data,
+            )  # fmt: skip
+        else:
+            _backward(
+                start, rows, widths, weights, activation, made.ctypes.data, due_room.ctypes.data, for_weights, for_biases,
+                room.ctypes.data,
+            )  # fmt: skip
+    _give(grads, places, 0, widths, layers, for_weights, for_biases)
+    _give(grads, places, 2 * layers, value_widths, own, for_value_weights, for_value_biases)
+
+
+@njit(**LOOPS)
+def _size(widths, layers):
+    total = 0
+    for layer in range(layers):
+        total += widths[layer] * widths[layer + 1]
+    return total
+
+
+@njit(**LOOPS)
+def _give(grads, places, at, widths, layers, for_weights, for_biases):
+    """Add gradients to where they belong, weights as [outputs, inputs]."""
+    w = b = 0
+    for layer in range(layers):
+        inputs, outputs = widths[layer], widths[layer + 1]
+        where, shift = places[at + 2 * layer], places[at + 2 * layer + 1]
+        for j in range(outputs):
+            for i in range(inputs):
+                grads[where + j * inputs + i] += for_weights[w + i * outputs + j]
+            grads[shift + j] += for_biases[b + j]
+        w, b = w + inputs * outputs, b + outputs
+
+
+class FusedSteps:
+    """The gradient of minibatches of one network's steps."""
+
+    def __init__(self, network: PolicyNetwork, flat: FlatParameters, algorithm: AlgorithmConfig) -> None:
+        encoder, own = network.encoder, network.value_encoder
+        self._network, self._algorithm = network, algorithm
+        places = {id(one): start for one, start in zip(flat.parameters, flat.offsets, strict=False)}
+        layers = [*encoder.layers, *(own.layers if own is not None else ()), network.policy_head, network.value_head]
+        self._places = np.array([places[id(one)] for layer in layers for one in (layer.weight, layer.bias)])
+        self._size = flat.grads.numel()
+
+    @staticmethod
+    def fits(network: Any, distribution: Any) -> bool:
+        """Whether these loops compute what this network does."""
+        encoders = [one for one in (getattr(network, "encoder", None), getattr(network, "value_encoder", None)) if one]
+        return (
+            isinstance(network, PolicyNetwork)
+            and isinstance(distribution, Categorical)
+            and not network.recurrent
+            and all(isinstance(one.layers, Tower) and one.layers.compiled for one in encoders)
+            and all(leaf.convolutions is None for one in encoders for leaf in one.leaves)
+        )
+
+    def begin(self, rows: Rows) -> None:
+        """The rows that are learned from until the next call, under running figures that stay as they are meanwhile."""
+        with torch.no_grad():
+            x = self._network.encoder.inputs(rows.observations).contiguous()
+        wanted = (rows.actions, rows.behavior_logprobs, rows.advantages, rows.targets, rows.values, rows.weights)
+        self._arrays = x.numpy(), *(one.numpy() for one in wanted)
+
+    def normal(self, part: Part) -> tuple[float, float, float]:
+        """Mean and deviation of the advantages of a part, as `control_device.spread`, and its number of steps."""
+        return _spread(self._arrays[3], self._arrays[6], self._index(part))
+
+    def gradient(self, part: Part, normal: tuple[float, float], count: float) -> tuple[dict[str, Tensor], Tensor]:
+        """This part's figures, as `step_loss` gives them, and its gradient [P]."""
+        network, chosen = self._network, self._algorithm
+        how = np.array(
+            [
+                chosen.kind == "impala", chosen.clip, chosen.value_clip, chosen.value_coef, chosen.entropy_coef, *normal,
+                max(count, 1.0), float(network.value_mean), float(network.value_std),
+            ],
+            np.float32,
+        )  # fmt: skip
+        grads, found = torch.zeros(self._size), np.zeros(len(NAMES), np.float32)
+        tower, own, x = network.encoder.layers, network.value_encoder, self._arrays[0]
+        value = (own.layers.widths, *own.layers.addresses()) if own is not None else _NO_TOWER
+        heads = (network.policy_head, network.value_head)
+        learn(
+            x, self._index(part), tower.widths, *tower.addresses(), tower.activation, *value,
+            np.array([one.data_ptr() for head in heads for one in (head.weight, head.bias)] + [heads[0].out_features]),
+            *self._arrays[1:], how, grads.numpy(), self._places, found,
+        )  # fmt: skip
+        found[0] = found[1] + chosen.value_coef * found[2] - chosen.entropy_coef * found[3]
+        return {f"loss/{name}": figure for name, figure in zip(NAMES, torch.from_numpy(found), strict=True)}, grads
+
+    def _index(self, part: Part) -> np.ndarray:
+        if isinstance(part, Tensor):
+            return part.numpy()
+        return np.arange(*part.indices(len(self._arrays[0])))
+
+
+@njit(**LOOPS)
+def _spread(values, weights, index):
+    count = total = squares = 0.0
+    for r in index:
+        if weights[r] > 0:
+            count += 1.0
+            total += values[r]
+    mean = total / max(count, 1.0)
+    for r in index:
+        if weights[r] > 0:
+            squares += (values[r] - mean) ** 2
+    deviation = np.sqrt(squares / max(count - 1.0, 1.0))
+    if count < 2 or not deviation > 0.0:
+        return 0.0, 1.0, count
+    return mean, deviation + 1e-8, count
+
+
+_NO_TOWER = (np.zeros(1, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))
