@@ -1,15 +1,18 @@
-"""The innermost loops of a pass, in the vectors of this processor, and the words that threads share them out by.
+"""The innermost loops of networks, in the vectors of this processor, and the words that threads share them out by.
 
 Written as LLVM's own instructions (numba's `intrinsic`), because what makes them fast is which numbers stay in registers, and
-that a compiler does not find in loops over arrays. Addresses are plain integers: a call costs no look at any array.
+that a compiler does not find in loops over arrays. Addresses are plain integers: a call costs no look at any array. Compiled
+steps call one another by address (`compiled`, `call`), or each would be compiled anew in all that use it. numba keeps what it
+compiled until the file changes that *uses* these loops.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from typing import Any
 
 from llvmlite import binding, ir
-from numba import types
+from numba import cfunc, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -17,6 +20,8 @@ LANES, MOST_ROWS = (16, 14) if binding.get_host_cpu_features().get("avx512f") el
 """Numbers in a vector, and rows whose sums fit in the registers beside the weights, at two vectors a row."""
 PANEL = 2 * LANES
 """Columns whose weights lie together."""
+OPTIONS = {"cache": True, "error_model": "numpy", "fastmath": {"reassoc", "contract", "arcp", "nsz"}}
+"""Of all that is compiled: sums may be reordered, but nothing is assumed of values."""
 FLOAT, BFLOAT16, INT8 = 0, 1, 2
 BYTES = {FLOAT: 4, BFLOAT16: 2, INT8: 1}
 
@@ -95,152 +100,155 @@ def _weights(builder: ir.IRBuilder, form: int, where: ir.Value) -> ir.Value:
     return builder.bitcast(builder.shl(builder.zext(loaded, wide), shift), _vector)
 
 
-@cache
-def panel_product(form: int):
+@intrinsic(prefer_literal=True)
+def panel_product(typing, x, row, column, weights, panel, out, outputs, rows, first, last, fresh, ahead, step, form):
     """The product of up to MOST_ROWS rows with a panel's weights, [inputs, PANEL] in one of three forms (`FLOAT`, ...).
 
     Its sums stay in registers, each added up in the order of the inputs whatever the number of rows: a row's result does not
     depend on what it is computed with.
+
+    x: whose rows lie `row` floats apart, and numbers of a row `column`; weights: whose inputs' lie `panel` apart
+    out: whose rows lie `outputs` apart; rows: 1 to MOST_ROWS; first, last: of the inputs; fresh: 0 to add to `out`
+    ahead: from where weights are asked for that are needed later, `step` bytes for each input; form: a constant
     """
+    form = form.literal_value
     element = {FLOAT: _float, BFLOAT16: _half, INT8: _byte}[form]
 
-    @intrinsic
-    def product(typing, x, row, column, weights, panel, out, outputs, rows, first, last, fresh, ahead, step):
-        """x: whose rows lie `row` floats apart, and numbers of a row `column`; weights: whose inputs' lie `panel` apart
-        out: whose rows lie `outputs` apart; rows: 1 to MOST_ROWS; first, last: of the inputs; fresh: 0 to add to `out`
-        ahead: from where weights are asked for that are needed later, `step` bytes for each input"""
+    def generate(context, builder, signature, arguments):
+        x, row, column, weights, panel, out, outputs, rows, first, last, fresh, ahead, step, _ = arguments
+        zero = ir.Constant(_vector, [0.0] * LANES)
+        anew = builder.icmp_signed("!=", fresh, _number(0))
+        done = builder.append_basic_block("done")
+        choice = builder.switch(rows, done)
+        for count in range(1, MOST_ROWS + 1):
+            case = builder.append_basic_block(f"rows{count}")
+            choice.add_case(_number(count), case)
+            builder.position_at_end(case)
+            xs = [_pointer(builder, x, _float, builder.mul(row, _number(at))) for at in range(count)]
+            places = [
+                builder.bitcast(
+                    _pointer(builder, out, _float, builder.mul(outputs, _number(at)), _number(part * LANES)),
+                    _vector.as_pointer(),
+                )
+                for at in range(count)
+                for part in range(2)
+            ]
+            sums = [builder.select(anew, zero, builder.load(place, align=4)) for place in places]
 
-        def generate(context, builder, signature, arguments):
-            x, row, column, weights, panel, out, outputs, rows, first, last, fresh, ahead, step = arguments
-            zero = ir.Constant(_vector, [0.0] * LANES)
-            anew = builder.icmp_signed("!=", fresh, _number(0))
-            done = builder.append_basic_block("done")
-            choice = builder.switch(rows, done)
-            for count in range(1, MOST_ROWS + 1):
-                case = builder.append_basic_block(f"rows{count}")
-                choice.add_case(_number(count), case)
-                builder.position_at_end(case)
-                xs = [_pointer(builder, x, _float, builder.mul(row, _number(at))) for at in range(count)]
-                places = [
-                    builder.bitcast(
-                        _pointer(builder, out, _float, builder.mul(outputs, _number(at)), _number(part * LANES)),
-                        _vector.as_pointer(),
-                    )
-                    for at in range(count)
-                    for part in range(2)
-                ]
-                sums = [builder.select(anew, zero, builder.load(place, align=4)) for place in places]
+            def add(index, sums, xs=xs):
+                soon = _pointer(builder, ahead, _byte, builder.mul(index, step))
+                _fetch(builder, soon)
+                _fetch(builder, builder.gep(soon, [builder.ashr(step, _number(1))]))
+                where = _pointer(builder, weights, element, builder.mul(index, panel))
+                parts = [_weights(builder, form, builder.gep(where, [_number(part * LANES)])) for part in range(2)]
+                more = []
+                for start, *totals in zip(xs, sums[::2], sums[1::2], strict=True):
+                    where = builder.gep(start, [builder.mul(index, column)])
+                    value = _spread(builder, builder.load(where), _vector)
+                    more += [
+                        _multiply_add(builder, _vector, value, part, total)
+                        for part, total in zip(parts, totals, strict=True)
+                    ]
+                return more
 
-                def add(index, sums, xs=xs):
-                    soon = _pointer(builder, ahead, _byte, builder.mul(index, step))
-                    _fetch(builder, soon)
-                    _fetch(builder, builder.gep(soon, [builder.ashr(step, _number(1))]))
-                    where = _pointer(builder, weights, element, builder.mul(index, panel))
-                    parts = [_weights(builder, form, builder.gep(where, [_number(part * LANES)])) for part in range(2)]
-                    more = []
-                    for start, *totals in zip(xs, sums[::2], sums[1::2], strict=True):
-                        where = builder.gep(start, [builder.mul(index, column)])
-                        value = _spread(builder, builder.load(where), _vector)
-                        more += [
-                            _multiply_add(builder, _vector, value, part, total)
-                            for part, total in zip(parts, totals, strict=True)
-                        ]
-                    return more
+            for place, total in zip(places, _counted(builder, first, last, sums, add), strict=True):
+                builder.store(total, place, align=4)
+            builder.branch(done)
+        builder.position_at_end(done)
+        return context.get_dummy_value()
 
-                for place, total in zip(places, _counted(builder, first, last, sums, add), strict=True):
-                    builder.store(total, place, align=4)
-                builder.branch(done)
-            builder.position_at_end(done)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 13), generate
-
-    return product
+    return types.void(*[types.int64] * 14), generate
 
 
 # ----------------------------------------------------------------------------------------------------------- attention
 
 
-@cache
-def attention_loops(size: int, heads: int):
-    """Two loops over a sequence's tokens, for `heads` queries of `size` numbers that have one key.
+def _row(builder: ir.IRBuilder, kind: ir.VectorType, address: ir.Value, index: ir.Value, stride: ir.Value) -> ir.Value:
+    return builder.bitcast(_pointer(builder, address, _float, builder.mul(index, stride)), kind.as_pointer())
 
-    scores(query, keys, slots, count, stride, scores, room, ahead): products of each query with each key
-    mix(weights, values, slots, count, stride, out, room, ahead): sums of the values by the weights of each query
 
-    query, out: [heads, size]; keys, values: of slot 0, whose successors lie `stride` floats apart; slots: [count]
-    scores, weights: [heads, room]; ahead: cache lines to ask for of each token
-    """
-    kind = ir.VectorType(_float, size)
+def _token(
+    builder: ir.IRBuilder, kind: ir.VectorType, kept: ir.Value, slots: ir.Value, index: ir.Value, last: ir.Value,
+    stride: ir.Value, ahead: ir.Value,
+) -> ir.Value:  # fmt: skip
+    """The vector of one token, after asking for `ahead` cache lines of a later one."""
+    later = builder.add(index, _number(_AHEAD_TOKENS))
+    later = builder.select(builder.icmp_signed("<", later, last), later, index)
+    soon = builder.load(_pointer(builder, slots, _long, later))
+    soon = _pointer(builder, kept, _float, builder.mul(soon, stride))
+
+    def ask(line, carried):
+        _fetch(builder, builder.gep(soon, [builder.mul(line, _number(LINE))]))
+        return carried
+
+    _counted(builder, _number(0), ahead, [], ask)
+    slot = builder.load(_pointer(builder, slots, _long, index))
+    return builder.load(_row(builder, kind, kept, slot, stride), align=4)
+
+
+def _groups(size: int, heads: int) -> list[range]:
+    """Heads whose numbers fit in the registers together."""
     together = max(1, (12 if LANES == 16 else 6) * LANES // size)
-    groups = [range(first, min(first + together, heads)) for first in range(0, heads, together)]
+    return [range(first, min(first + together, heads)) for first in range(0, heads, together)]
 
-    def row(builder, address, index, stride):
-        return builder.bitcast(_pointer(builder, address, _float, builder.mul(index, stride)), kind.as_pointer())
 
-    def token(builder, kept, slots, index, last, stride, ahead):
-        """The vector of one token, after asking for `ahead` numbers of a later one."""
-        later = builder.add(index, _number(_AHEAD_TOKENS))
-        later = builder.select(builder.icmp_signed("<", later, last), later, index)
-        soon = builder.load(_pointer(builder, slots, _long, later))
-        soon = _pointer(builder, kept, _float, builder.mul(soon, stride))
+@intrinsic(prefer_literal=True)
+def token_scores(typing, query, keys, slots, count, stride, out, room, ahead, size, heads):
+    """Products of each of `heads` queries, which have one key, with the keys of some tokens.
 
-        def ask(line, carried):
-            _fetch(builder, builder.gep(soon, [builder.mul(line, _number(LINE))]))
-            return carried
+    query: [heads, size]; keys: of slot 0, whose successors lie `stride` floats apart; slots: [count]; out: [heads, room]
+    ahead: cache lines to ask for of each token; size, heads: constants
+    """
+    size, heads = size.literal_value, heads.literal_value
+    kind = ir.VectorType(_float, size)
 
-        _counted(builder, _number(0), ahead, [], ask)
-        slot = builder.load(_pointer(builder, slots, _long, index))
-        return builder.load(row(builder, kept, slot, stride), align=4)
+    def generate(context, builder, signature, arguments):
+        query, keys, slots, count, stride, out, room, ahead, *_ = arguments
+        function = ir.FunctionType(_float, [_float, kind])
+        total = cgutils.get_or_insert_function(builder.module, function, f"llvm.vector.reduce.fadd.v{size}f32")
+        for group in _groups(size, heads):
+            queries = [builder.load(_row(builder, kind, query, _number(one), _number(size)), align=4) for one in group]
 
-    signature = types.void(*[types.int64] * 8)
+            def look(index, carried, group=group, queries=queries):
+                key = _token(builder, kind, keys, slots, index, count, stride, ahead)
+                for one, values in zip(group, queries, strict=True):
+                    product = builder.fmul(values, key)
+                    score = builder.call(total, [ir.Constant(_float, -0.0), product], fastmath=("reassoc",))
+                    place = builder.add(builder.mul(room, _number(one)), index)
+                    builder.store(score, _pointer(builder, out, _float, place))
+                return carried
 
-    @intrinsic
-    def scores(typing, query, keys, slots, count, stride, out, room, ahead):
-        def generate(context, builder, signature, arguments):
-            query, keys, slots, count, stride, out, room, ahead = arguments
-            function = ir.FunctionType(_float, [_float, kind])
-            total = cgutils.get_or_insert_function(builder.module, function, f"llvm.vector.reduce.fadd.v{size}f32")
-            for group in groups:
-                queries = [builder.load(row(builder, query, _number(one), _number(size)), align=4) for one in group]
+            _counted(builder, _number(0), count, [], look)
+        return context.get_dummy_value()
 
-                def look(index, carried, group=group, queries=queries):
-                    key = token(builder, keys, slots, index, count, stride, ahead)
-                    for one, values in zip(group, queries, strict=True):
-                        product = builder.fmul(values, key)
-                        score = builder.call(total, [ir.Constant(_float, -0.0), product], fastmath=("reassoc",))
-                        place = builder.add(builder.mul(room, _number(one)), index)
-                        builder.store(score, _pointer(builder, out, _float, place))
-                    return carried
+    return types.void(*[types.int64] * 10), generate
 
-                _counted(builder, _number(0), count, [], look)
-            return context.get_dummy_value()
 
-        return signature, generate
+@intrinsic(prefer_literal=True)
+def token_mix(typing, weights, values, slots, count, stride, out, room, ahead, size, heads):
+    """Sums of the values of some tokens by the weights [heads, room] of each query. out: [heads, size]; else as above"""
+    size, heads = size.literal_value, heads.literal_value
+    kind = ir.VectorType(_float, size)
 
-    @intrinsic
-    def mix(typing, weights, values, slots, count, stride, out, room, ahead):
-        def generate(context, builder, signature, arguments):
-            weights, values, slots, count, stride, out, room, ahead = arguments
-            for group in groups:
+    def generate(context, builder, signature, arguments):
+        weights, values, slots, count, stride, out, room, ahead, *_ = arguments
+        for group in _groups(size, heads):
 
-                def add(index, sums, group=group):
-                    value = token(builder, values, slots, index, count, stride, ahead)
-                    more = []
-                    for one, total in zip(group, sums, strict=True):
-                        place = builder.add(builder.mul(room, _number(one)), index)
-                        weight = builder.load(_pointer(builder, weights, _float, place))
-                        more.append(_multiply_add(builder, kind, _spread(builder, weight, kind), value, total))
-                    return more
+            def add(index, sums, group=group):
+                value = _token(builder, kind, values, slots, index, count, stride, ahead)
+                more = []
+                for one, total in zip(group, sums, strict=True):
+                    place = builder.add(builder.mul(room, _number(one)), index)
+                    weight = builder.load(_pointer(builder, weights, _float, place))
+                    more.append(_multiply_add(builder, kind, _spread(builder, weight, kind), value, total))
+                return more
 
-                zeros = [ir.Constant(kind, [0.0] * size)] * len(group)
-                for one, total in zip(group, _counted(builder, _number(0), count, zeros, add), strict=True):
-                    builder.store(total, row(builder, out, _number(one), _number(size)), align=4)
-            return context.get_dummy_value()
+            zeros = [ir.Constant(kind, [0.0] * size)] * len(group)
+            for one, total in zip(group, _counted(builder, _number(0), count, zeros, add), strict=True):
+                builder.store(total, _row(builder, kind, out, _number(one), _number(size)), align=4)
+        return context.get_dummy_value()
 
-        return signature, generate
-
-    return scores, mix
+    return types.void(*[types.int64] * 10), generate
 
 
 # --------------------------------------------------------------------------------------------------------- activation
@@ -286,6 +294,29 @@ def tanh_in_place(typing, address, count):
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), generate
+
+
+# --------------------------------------------------------------------------------------------------- calls by address
+
+
+def compiled(numbers: int) -> Callable[[Callable[..., None]], Any]:
+    """A function of so many whole numbers, compiled by itself; `.address` is what `call` takes. What a function that is made
+    within another takes from it must be plain numbers, or numba does not find again what it kept."""
+    return cfunc(types.void(*[types.int64] * numbers), **OPTIONS)
+
+
+@intrinsic
+def call(typing, address, numbers):
+    """The compiled function at an address. numbers: a tuple of whole ones, as many as it takes"""
+    count = len(numbers)
+
+    def generate(context, builder, signature, arguments):
+        function = ir.FunctionType(ir.VoidType(), [_long] * count)
+        values = [builder.extract_value(arguments[1], at) for at in range(count)]
+        builder.call(builder.inttoptr(arguments[0], function.as_pointer()), values)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.UniTuple(types.int64, count)), generate
 
 
 # ------------------------------------------------------------------------------------------------------- shared words

@@ -9,17 +9,16 @@ from numba import carray, njit
 from torch import Tensor, nn
 
 from headrace.policies.dense import Dense
-from headrace.vectors import FLOAT, MOST_ROWS, PANEL, floats_at, panel_product, tanh_in_place
+from headrace.vectors import FLOAT, MOST_ROWS, OPTIONS, PANEL, call, compiled, floats_at, panel_product, tanh_in_place
 
-LOOPS = {"cache": True, "nogil": True, "error_model": "numpy", "fastmath": {"reassoc", "contract", "arcp", "nsz"}}
+LOOPS = {"nogil": True, **OPTIONS}
 ACTIVATIONS = {"tanh": 0, "relu": 1}
 ROWS = MOST_ROWS * 18
 """Rows that go through all layers together."""
 _f = np.float32
-_product = panel_product(FLOAT)
 
 
-@njit(**LOOPS)
+@njit(inline="always", **LOOPS)
 def _activate(address, count, activation):
     if activation == 0:
         tanh_in_place(address, count)
@@ -29,7 +28,7 @@ def _activate(address, count, activation):
             values[j] = _f(0.0) if values[j] < _f(0.0) else values[j]
 
 
-@njit(**LOOPS)
+@compiled(9)
 def times(x, row, column, weights, out, rows, inputs, outputs, fresh):
     """out [rows, outputs] = x weights, or added to it if not `fresh`. Addresses; weights: [inputs, outputs]
 
@@ -40,9 +39,9 @@ def times(x, row, column, weights, out, rows, inputs, outputs, fresh):
         for block in range(blocks):
             first = rows * block // blocks
             count, where = rows * (block + 1) // blocks - first, weights + 4 * at
-            _product(
+            panel_product(
                 x + 4 * first * row, row, column, where, outputs, out + 4 * (first * outputs + at), outputs, count, 0,
-                inputs, fresh, where, 0,
+                inputs, fresh, where, 0, FLOAT,
             )  # fmt: skip
 
 
@@ -60,11 +59,11 @@ def turned(parameters, widths, weights):
 
 
 @njit(**LOOPS)
-def forward(x, rows, widths, weights, biases, activation, made):
+def forward(x, rows, widths, weights, biases, activation, made, product):
     """Of each layer the results [rows, outputs], one layer after another.
 
     x: address of [rows, widths[0]]; widths: [layers + 1]; weights: [inputs, outputs] of all layers (`turned`)
-    biases: [layers] addresses; made: address
+    biases: [layers] addresses; made: address; product: address of `times`
     """
     for first in range(0, rows, ROWS):
         count = min(ROWS, rows - first)
@@ -77,19 +76,19 @@ def forward(x, rows, widths, weights, biases, activation, made):
             for i in range(count):
                 for j in range(outputs):
                     begun[i, j] = bias[j]
-            times(source, inputs, 1, w, here, count, inputs, outputs, 0)
+            call(product, (source, inputs, 1, w, here, count, inputs, outputs, 0))
             _activate(here, count * outputs, activation)
             source, w, out = here, w + 4 * inputs * outputs, out + 4 * rows * outputs
 
 
 @njit(**LOOPS)
-def _run(x, rows, widths, weights, biases, activation, made):
+def _run(x, rows, widths, weights, biases, activation, made, product):
     total = 0
     for layer in range(weights.shape[0]):
         total += widths[layer] * widths[layer + 1]
     straight = np.empty(total, np.float32)
     turned(straight, widths, weights)
-    forward(x, rows, widths, straight, biases, activation, made)
+    forward(x, rows, widths, straight, biases, activation, made, product)
 
 
 class Tower(nn.Sequential):
@@ -109,7 +108,7 @@ class Tower(nn.Sequential):
         rows, values = values.shape[0], values.contiguous()
         made = values.new_empty(rows * int(self.widths[1:].sum()))
         weights, biases = self.addresses()
-        _run(values.data_ptr(), rows, self.widths, weights, biases, self.activation, made.data_ptr())
+        _run(values.data_ptr(), rows, self.widths, weights, biases, self.activation, made.data_ptr(), times.address)
         width = int(self.widths[-1])
         return made[made.numel() - rows * width :].view(rows, width)
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from headrace.exchange.channels.in_process import InProcessChannel
 from headrace.rollout.engines.native import compiled, kernels, llama, team
 from headrace.rollout.engines.native.linear import to_int8
+from headrace.vectors import PANEL
 from rollout.engines.engine_models import ask, build_engine, build_model, endless, folder_of, prompt_of, publish, until
 
 
@@ -96,7 +97,7 @@ def test_loops_that_cannot_be_compiled_are_replaced_aloud(monkeypatch):
     def full_disk(*shape):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(kernels, "loops_for", full_disk)
+    monkeypatch.setattr(kernels, "attend_for", full_disk)
     with pytest.warns(UserWarning, match="slower.*no space left"):
         assert isinstance(llama.steps_for(torch.float32, 8, 1), llama.TorchSteps)
     assert isinstance(llama.steps_for(torch.bfloat16, 8, 1), llama.TorchSteps)
@@ -142,7 +143,7 @@ def attend(steps, qkv, slots, keys, values, kv_heads, parts=1):
         out,
     )
     numbers = (*(one.data_ptr() for one in arrays), int(np.float32(0.5).view(np.int32)), kv_heads, parts)
-    steps._team.run(kernels.ATTEND, len(slots) * parts, numbers)
+    steps._team.run(steps._attend, len(slots) * parts, numbers)
     return out
 
 
@@ -185,7 +186,7 @@ def test_scores_far_apart_give_no_numbers_that_take_long():
 def test_a_product_by_panels_is_that_with_its_weights(rows, panels, inputs, threads, form, biased):
     """Whatever the rows, the threads and the form; and to the bit what each row alone gives."""
     torch.manual_seed(rows)
-    outputs, before = panels * kernels.PANEL, torch.get_num_threads()
+    outputs, before = panels * PANEL, torch.get_num_threads()
     weight, x = torch.randn(outputs, inputs), torch.randn(rows, inputs)
     bias = torch.randn(outputs) if biased else None
     steps = compiled.CompiledSteps(8, 1)

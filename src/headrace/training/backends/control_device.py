@@ -258,7 +258,7 @@ class ControlDevice(PolicyDevice):
                     outputs, values = network.evaluate(rows.observations)
                     logprobs = self._distribution.logprobs(outputs, rows.actions)
                 else:
-                    values = network.values(rows.observations)
+                    values = self._values(rows)
             bootstrap = network.values(last)
             cut_values = network.values(final) if len(batch.ended) else None
         mean, std = network.value_mean, network.value_std
@@ -276,6 +276,12 @@ class ControlDevice(PolicyDevice):
         how = {"clip_rho": chosen.clip_rho, "clip_c": chosen.clip_c, "lam": chosen.lam}
         how["weighted"] = chosen.kind == "impala"  # the surrogate of appo has the ratio in it
         return own, vtrace(ratios, batch.rewards, own, after, batch.discounts, **path, **how)
+
+    def _values(self, rows: Rows) -> Tensor:
+        """[T*B] under the current weights, each core's share at once."""
+        shares = rows.shares(slice(None), self._cores, fused=self._fused is not None)
+        calls = [partial(_values_of_each, self._network, rows, share) for share in shares]
+        return torch.cat([found for share in self._crew.run(calls) for found in share])
 
     @torch.no_grad()
     def _follow(self, rows: Rows) -> None:
@@ -389,6 +395,11 @@ def spread(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 
 def _of_each(forward: Callable[[Part], Forward], chunks: Sequence[Part]) -> list[Chunk]:
     return [(chunk, forward(chunk)) for chunk in chunks]
+
+
+@torch.no_grad()
+def _values_of_each(network: Any, rows: Rows, chunks: Sequence[Part]) -> list[Tensor]:
+    return [network.values(rows.shown(chunk)) for chunk in chunks]
 
 
 def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:

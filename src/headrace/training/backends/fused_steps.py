@@ -21,7 +21,7 @@ from headrace.training.backends.step_rows import Part, Rows
 from headrace.training.config import AlgorithmConfig
 from headrace.training.losses import MAX_LOG_RATIO
 from headrace.training.optimizer import FlatParameters
-from headrace.vectors import MOST_ROWS, floats_at
+from headrace.vectors import MOST_ROWS, call, floats_at
 
 _f = np.float32
 _MOST_LOG_RATIO = _f(MAX_LOG_RATIO)
@@ -31,7 +31,7 @@ NAMES = ("total", "policy", "value", "entropy", "kl", "clip_share", "ratio_max")
 
 
 @njit(**LOOPS)
-def _backward(x, rows, widths, weights, activation, made, due, for_weights, for_biases, room):
+def _backward(x, rows, widths, weights, activation, made, due, for_weights, for_biases, room, product):
     """Add the gradients of weights [inputs, outputs], one layer after another, and of biases, from `due` [rows, outputs] of
     the last layer's results. x, made: addresses, as in `forward`; weights: [layers] addresses; due, room: addresses of
     `rows` times the widest layer, both overwritten"""
@@ -52,9 +52,9 @@ def _backward(x, rows, widths, weights, activation, made, due, for_weights, for_
                 inner[i, j] *= slope
                 for_biases[b_end + j] += inner[i, j]
         below = x if layer == 0 else made + 4 * (m_end - rows * inputs)
-        times(below, 1, inputs, source, for_weights.ctypes.data + 4 * w_end, inputs, rows, outputs, 0)
+        call(product, (below, 1, inputs, source, for_weights.ctypes.data + 4 * w_end, inputs, rows, outputs, 0))
         if layer:
-            times(source, outputs, 1, weights[layer], other, rows, outputs, inputs, 1)
+            call(product, (source, outputs, 1, weights[layer], other, rows, outputs, inputs, 1))
             source, other = other, source
 
 
@@ -143,13 +143,13 @@ def _losses(outputs, values, actions, behavior, advantages, targets, old_values,
 @njit(**LOOPS)
 def learn(
     x, index, widths, weights, biases, activation, value_widths, value_weights, value_biases, heads, actions, behavior, advantages,
-    targets, old_values, row_weights, how, grads, places, found,
+    targets, old_values, row_weights, how, grads, places, found, product,
 ):  # fmt: skip
     """Add the gradient of a part's loss to `grads` [P], and its figures to `found`.
 
     x: [N, inputs] of all rows; index: [M] those of the part; of the policy's layers and the value's own (none if they share the policy's): widths, addresses of weights
     and biases; heads: addresses of the policy's weight and bias and of the value's; places: where in `grads` all of these
-    lie, in this order
+    lie, in this order; product: address of `tower.times`
     """
     layers, own = weights.shape[0], value_weights.shape[0]
     outs, features, inputs = heads[4], widths[layers], x.shape[1]
@@ -181,11 +181,13 @@ def learn(
             for j in range(inputs):
                 picked[i, j] = x[part[i], j]
         start = picked.ctypes.data
-        forward(start, rows, widths, straight, biases, activation, made.ctypes.data)
+        forward(start, rows, widths, straight, biases, activation, made.ctypes.data, product)
         shown = made[rows * (for_biases.shape[0] - features) : rows * for_biases.shape[0]].reshape(rows, features)
         seen = shown
         if own:
-            forward(start, rows, value_widths, value_straight, value_biases, activation, value_made.ctypes.data)
+            forward(
+                start, rows, value_widths, value_straight, value_biases, activation, value_made.ctypes.data, product
+            )
             end = rows * for_value_biases.shape[0]
             seen = value_made[end - rows * value_features : end].reshape(rows, value_features)
         outputs, values = np.empty((rows, outs), np.float32), np.empty((rows, 1), np.float32)
@@ -198,7 +200,7 @@ def learn(
         if own:
             _backward(
                 start, rows, widths, weights, activation, made.ctypes.data, due_room.ctypes.data, for_weights, for_biases,
-                room.ctypes.data,
+                room.ctypes.data, product,
             )  # fmt: skip
             due_room[:] = _f(0.0)
             due = due_room[: rows * value_features].reshape(rows, value_features)
@@ -206,12 +208,12 @@ def learn(
         if own:
             _backward(
                 start, rows, value_widths, value_weights, activation, value_made.ctypes.data, due_room.ctypes.data,
-                for_value_weights, for_value_biases, room.ctypes.data,
+                for_value_weights, for_value_biases, room.ctypes.data, product,
             )  # fmt: skip
         else:
             _backward(
                 start, rows, widths, weights, activation, made.ctypes.data, due_room.ctypes.data, for_weights, for_biases,
-                room.ctypes.data,
+                room.ctypes.data, product,
             )  # fmt: skip
     _give(grads, places, 0, widths, layers, for_weights, for_biases)
     _give(grads, places, 2 * layers, value_widths, own, for_value_weights, for_value_biases)
@@ -249,6 +251,10 @@ class FusedSteps:
         layers = [*encoder.layers, *(own.layers if own is not None else ()), network.policy_head, network.value_head]
         self._places = np.array([places[id(one)] for layer in layers for one in (layer.weight, layer.bias)])
         self._size = flat.grads.numel()
+        # Compiled now, or read from where it was kept: not in the first update, which others wait for.
+        none = np.zeros(0, np.float32)
+        self._arrays = (np.zeros((0, int(encoder.layers.widths[0])), np.float32), np.zeros(0, np.int64), *[none] * 5)
+        self.gradient(slice(0), self.normal(slice(0))[:2], 0.0)
 
     @staticmethod
     def fits(network: Any, distribution: Any) -> bool:
@@ -290,7 +296,7 @@ class FusedSteps:
         learn(
             x, self._index(part), tower.widths, *tower.addresses(), tower.activation, *value,
             np.array([one.data_ptr() for head in heads for one in (head.weight, head.bias)] + [heads[0].out_features]),
-            *self._arrays[1:], how, grads.numpy(), self._places, found,
+            *self._arrays[1:], how, grads.numpy(), self._places, found, times.address,
         )  # fmt: skip
         found[0] = found[1] + chosen.value_coef * found[2] - chosen.entropy_coef * found[3]
         return {f"loss/{name}": figure for name, figure in zip(NAMES, torch.from_numpy(found), strict=True)}, grads

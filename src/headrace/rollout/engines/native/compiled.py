@@ -11,13 +11,14 @@ import torch
 from headrace.rollout.engines.native import kernels
 from headrace.rollout.engines.native.linear import EVERY, FORMS, Linear, relative_error, to_int8
 from headrace.rollout.engines.native.team import Team
+from headrace.vectors import BFLOAT16, FLOAT, INT8, PANEL
 
 if TYPE_CHECKING:
     from headrace.rollout.engines.native.attention import KeyValues, Pass
     from headrace.rollout.engines.native.llama import Layer, LlamaShape
 
-_ROUNDED = {"bfloat16": kernels.BFLOAT16, "int8": kernels.INT8}
-_TYPES = {kernels.FLOAT: torch.float32, kernels.BFLOAT16: torch.bfloat16, kernels.INT8: torch.int8}
+_ROUNDED = {"bfloat16": BFLOAT16, "int8": INT8}
+_TYPES = {FLOAT: torch.float32, BFLOAT16: torch.bfloat16, INT8: torch.int8}
 
 
 class PanelLinear(Linear):
@@ -31,35 +32,34 @@ class PanelLinear(Linear):
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, form: str, team: Team, memory: torch.Tensor | None
     ) -> None:
-        """weight: [out, in], `out` a multiple of `kernels.PANEL`; memory: for the copy, if it is of its shape and type"""
+        """weight: [out, in], `out` a multiple of `PANEL`; memory: for the copy, if it is of its shape and type"""
         super().__init__(weight, bias)
         self.team, self.scales, self.error = team, None, 0.0
         self.outputs, inputs = weight.shape
-        kind, source = _ROUNDED.get(form, kernels.FLOAT), weight
-        if kind == kernels.INT8:
+        kind, source = _ROUNDED.get(form, FLOAT), weight
+        if kind == INT8:
             source, self.scales = to_int8(weight)
-        ordered = source.view(-1, kernels.PANEL, inputs).transpose(1, 2)
+        ordered = source.view(-1, PANEL, inputs).transpose(1, 2)
         fits = memory is not None and memory.shape == ordered.shape and memory.dtype == _TYPES[kind]
         self.panels = memory if fits else torch.empty(ordered.shape, dtype=_TYPES[kind])
         self.panels.copy_(ordered)
-        if kind != kernels.FLOAT:
+        if kind != FLOAT:
             some = source[::EVERY].to(_TYPES[kind]).float()
             scales = 1.0 if self.scales is None else self.scales[::EVERY, None]
             self.error = relative_error(weight[::EVERY], some * scales)
         optional = [0 if one is None else one.data_ptr() for one in (self.scales, bias)]
-        self._numbers = (*optional, inputs, kind)
+        self._numbers = (*optional, inputs, kernels.product_for(kind).address)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        rows, (scales, bias, inputs, kind) = x.shape[0], self._numbers
+        rows, (scales, bias, inputs, step) = x.shape[0], self._numbers
         out = self.team.room("product", rows, self.outputs)
         spans = kernels.product_spans(rows, inputs)
-        stretches = kernels.product_stretches(self.outputs // kernels.PANEL, self.team.threads)
+        stretches = kernels.product_stretches(self.outputs // PANEL, self.team.threads)
         self.team.run(
-            kernels.PRODUCT,
+            step,
             spans * stretches,
             (
-                x.data_ptr(), self.panels.data_ptr(), out.data_ptr(), scales, bias, rows, inputs, self.outputs, kind, spans,
-                stretches,
+                x.data_ptr(), self.panels.data_ptr(), out.data_ptr(), scales, bias, rows, inputs, self.outputs, spans, stretches,
             ),
         )  # fmt: skip
         return out
@@ -70,27 +70,27 @@ class CompiledSteps:
 
     def __init__(self, size: int, shared: int) -> None:
         """size: of a head; shared: heads that have one key"""
-        self._team = Team(size, shared)
+        self._team, self._attend = Team(), kernels.attend_for(size, shared).address
         self._spans: tuple[Pass, tuple[torch.Tensor, ...]] | None = None
 
     def gathered(self, multiplications: int) -> AbstractContextManager[None]:
         return self._team.gathered(multiplications)
 
     def linear(self, form: str, weight: torch.Tensor, bias: torch.Tensor | None, memory: torch.Tensor | None) -> Linear:
-        if weight.shape[0] % kernels.PANEL:
+        if weight.shape[0] % PANEL:
             return FORMS[form](weight, bias)
         return PanelLinear(weight, bias, form, self._team, memory)
 
     def norm(self, x: torch.Tensor, due: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         out = self._team.room("norm", *x.shape)
         numbers = (x.data_ptr(), due.data_ptr(), weight.data_ptr(), out.data_ptr(), x.shape[1], _bits(eps))
-        self._team.by_rows(kernels.NORM, x.shape[0], numbers)
+        self._team.by_rows(kernels.norm.address, x.shape[0], numbers)
         return out
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = self._team.room("gate", rows, width)
-        self._team.by_rows(kernels.GATE, rows, (gate_up.data_ptr(), out.data_ptr(), width))
+        self._team.by_rows(kernels.gate.address, rows, (gate_up.data_ptr(), out.data_ptr(), width))
         return out
 
     def mix(
@@ -101,7 +101,7 @@ class CompiledSteps:
         keys, values = store.of(index, kept)
         norms = [0 if norm is None else norm.data_ptr() for norm in (layer.query_norm, layer.key_norm)]
         self._team.by_rows(
-            kernels.PLACE,
+            kernels.place.address,
             rows,
             (
                 qkv.data_ptr(), s.cos.data_ptr(), s.sin.data_ptr(), batch.positions.data_ptr(), batch.slots.data_ptr(), *norms,
@@ -115,7 +115,7 @@ class CompiledSteps:
         attending = counts.numel()  # padding stands last, and attends to nothing
         parts = kernels.attention_parts(attending, s.kv_heads, self._team.threads)
         self._team.run(
-            kernels.ATTEND,
+            self._attend,
             attending * parts,
             (
                 qkv.data_ptr(), starts.data_ptr(), counts.data_ptr(), slots.data_ptr(), keys.data_ptr(), values.data_ptr(),

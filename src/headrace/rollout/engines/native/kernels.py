@@ -10,20 +10,20 @@ of values.
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 from numba import carray, njit
 
 from headrace.vectors import (
-    BFLOAT16,
     BYTES,
-    FLOAT,
-    INT8,
     LINE,
     MOST_ROWS,
+    OPTIONS,
     PANEL,
     add_to_word,
-    attention_loops,
+    call,
+    compiled,
     float_of_bits,
     floats_at,
     give_way,
@@ -31,17 +31,16 @@ from headrace.vectors import (
     panel_product,
     read_word,
     replace_word,
+    token_mix,
+    token_scores,
     write_word,
 )
 
-_LOOPS = {"cache": True, "nogil": True, "error_model": "numpy", "fastmath": {"reassoc", "contract", "arcp", "nsz"}}
 _f = np.float32
 
 # What lies where on a team's board of whole numbers. Words that threads write lie in cache lines of their own.
-TAKEN, ENDED, OPEN, JOB = 0, 8, 16, 24
-LENGTH = JOB + 16
-NORM, PLACE, ATTEND, GATE, PRODUCT = range(5)
-"""Kinds of step."""
+TAKEN, ENDED, OPEN, JOB, NUMBERS = 0, 8, 16, 24, 16
+LENGTH = JOB + NUMBERS
 _SPANS = 8
 """Rows of a cheap step are taken in so many spans."""
 _CACHED_ROWS_BYTES, _CACHED_INPUTS = 1 << 19, 2048
@@ -53,11 +52,8 @@ _STRETCHES = 4
 _PATIENCE = 2000
 """Looks at a word before the core is offered to others."""
 
-_float_product, _bfloat16_product, _int8_product = (panel_product(form) for form in (FLOAT, BFLOAT16, INT8))
-_bytes = np.array([BYTES[FLOAT], BYTES[BFLOAT16], BYTES[INT8]])
 
-
-@njit(inline="always", **_LOOPS)
+@njit(inline="always", **OPTIONS)
 def exp(x):
     """To 2 units in the last place, in the range of float32: 2^n times a polynomial (Cephes, Moshier 1989)."""
     x = _f(-87.0) if x < _f(-87.0) else x
@@ -73,16 +69,26 @@ def exp(x):
 
 
 # ---------------------------------------------------------------------------------------------------------- the steps
-# Each takes a job, its numbers in the order in which its docstring names them (addresses of what is no number), and does
-# one unit of it. [N, ...] are the pass's rows; all arrays are contiguous.
+# Each takes the address of a job, its numbers in the order in which its docstring names them (addresses of what is no
+# number), and does one unit of it. [N, ...] are the pass's rows; all arrays are contiguous. A job's first number is the
+# address of its step.
 
 
-@njit(**_LOOPS)
-def _norm(job, first, last):
+@njit(inline="always", **OPTIONS)
+def _rows_of(job, unit):
+    """First and last of a unit that is a span of rows."""
+    rows, spans = job[14], job[15]
+    return rows * unit // spans, rows * (unit + 1) // spans
+
+
+@compiled(2)
+def norm(address, unit):
     """`x += more`, and the RMS norm of that into `out` (Zhang & Sennrich 2019).
 
     x, more [N, W]; weight [W]; out [N, W]; W; bits of epsilon
     """
+    job = carray(integers_at(address), NUMBERS)
+    first, last = _rows_of(job, unit)
     width, eps = job[5], float_of_bits(np.int32(job[6]))
     weight = carray(floats_at(job[3]), width)
     for i in range(first, last):
@@ -99,9 +105,11 @@ def _norm(job, first, last):
             out[j] = x[j] * scale * weight[j]
 
 
-@njit(**_LOOPS)
-def _gate(job, first, last):
+@compiled(2)
+def gate(address, unit):
     """SwiGLU (Shazeer 2020): silu of the first half of each row times the second. rows [N, 2 W]; out [N, W]; W"""
+    job = carray(integers_at(address), NUMBERS)
+    first, last = _rows_of(job, unit)
     width = job[3]
     for i in range(first, last):
         row = carray(floats_at(job[1] + 8 * i * width), 2 * width)
@@ -112,7 +120,7 @@ def _gate(job, first, last):
             out[j] = silu * row[width + j]
 
 
-@njit(inline="always", **_LOOPS)
+@njit(inline="always", **OPTIONS)
 def _norm_head(head, weight, eps):
     total = _f(0.0)
     for j in range(head.shape[0]):
@@ -122,45 +130,59 @@ def _norm_head(head, weight, eps):
         head[j] *= scale * weight[j]
 
 
-@njit(**_LOOPS)
-def _place(job, first, last):
+@njit(**OPTIONS)
+def _rotate(head, cos, sin, out):
+    half = head.shape[0] // 2
+    for j in range(half):
+        one, two = head[j], head[j + half]
+        out[j] = one * cos[j] + two * sin[j]
+        out[j + half] = two * cos[j + half] + one * sin[j + half]
+
+
+@compiled(2)
+def place(address, unit):
     """Rotate queries in place and write rotated keys, and values, where they are kept.
 
     qkv [N, heads + 2 kv_heads, D]; cos, sin [context, D], the first half of sin negated; positions, slots [N];
     query_norm, key_norm [D] of norms before rotating, or 0; keys, values [slots, kv_heads, D]; heads; kv_heads; D;
     bits of epsilon
     """
+    job = carray(integers_at(address), NUMBERS)
+    first, last = _rows_of(job, unit)
     heads, kv_heads, size, eps = job[10], job[11], job[12], float_of_bits(np.int32(job[13]))
-    half, parts = size // 2, heads + 2 * kv_heads
+    positions, slots = carray(integers_at(job[4]), last), carray(integers_at(job[5]), last)
     for i in range(first, last):
-        at, slot = carray(integers_at(job[4]), last)[i], carray(integers_at(job[5]), last)[i]
-        cos, sin = (carray(floats_at(job[2] + 4 * at * size), size), carray(floats_at(job[3] + 4 * at * size), size))
-        for h in range(parts):
-            head = carray(floats_at(job[1] + 4 * (i * parts + h) * size), size)
-            k = h - heads if h < heads + kv_heads else h - heads - kv_heads
-            if h >= heads + kv_heads:
-                carray(floats_at(job[9] + 4 * (slot * kv_heads + k) * size), size)[:] = head
-                continue
+        cos, sin = (
+            carray(floats_at(job[2] + 4 * positions[i] * size), size),
+            carray(floats_at(job[3] + 4 * positions[i] * size), size),
+        )
+        row = job[1] + 4 * i * (heads + 2 * kv_heads) * size
+        kept = 4 * slots[i] * kv_heads * size
+        for h in range(heads + kv_heads):
+            head = row + 4 * h * size
             if job[6]:
-                _norm_head(head, carray(floats_at(job[6] if h < heads else job[7]), size), eps)
-            into = head if h < heads else carray(floats_at(job[8] + 4 * (slot * kv_heads + k) * size), size)
-            for j in range(half):
-                one, two = head[j], head[j + half]
-                into[j] = one * cos[j] + two * sin[j]
-                into[j + half] = two * cos[j + half] + one * sin[j + half]
+                weight = job[6] if h < heads else job[7]
+                _norm_head(carray(floats_at(head), size), carray(floats_at(weight), size), eps)
+            into = head if h < heads else job[8] + kept + 4 * (h - heads) * size
+            _rotate(carray(floats_at(head), size), cos, sin, carray(floats_at(into), size))
+        values = carray(floats_at(row + 4 * (heads + kv_heads) * size), kv_heads * size)
+        into = carray(floats_at(job[9] + kept), kv_heads * size)
+        for j in range(kv_heads * size):
+            into[j] = values[j]
 
 
 @cache
-def _attend_for(size: int, shared: int):
-    look, mix = attention_loops(size, shared)
+def attend_for(size: int, shared: int) -> Any:
+    """The step that attends, for heads of `size` numbers of which `shared` have one key."""
 
-    @njit(**_LOOPS)
-    def attend(job, unit):
+    @compiled(2)
+    def attend(address, unit):
         """Softmax attention of one row, or of some of its heads, over the slots of its own sequence.
 
         qkv [N, heads + 2 kv_heads, D] queries in front; starts, counts [N] of each row's slots in `slots`; slots;
         keys, values [slots, kv_heads, D]; out [N, heads, D]; bits of the scale; kv_heads; parts of a row
         """
+        job = carray(integers_at(address), NUMBERS)
         kv_heads, parts, scale = job[9], job[10], float_of_bits(np.int32(job[8]))
         i, part = unit // parts, unit % parts
         first, last = kv_heads * part // parts, kv_heads * (part + 1) // parts
@@ -173,7 +195,7 @@ def _attend_for(size: int, shared: int):
             lines = max(1, (last - first) * size // LINE) if k == first else 1
             query = job[1] + 4 * size * (i * kv_heads * (shared + 2) + k * shared)
             head = 4 * k * size
-            look(query, job[5] + head, slots, count, stride, scores.ctypes.data, count, lines)
+            token_scores(query, job[5] + head, slots, count, stride, scores.ctypes.data, count, lines, size, shared)
             for h in range(shared):
                 most = scores[h, 0]
                 for t in range(count):
@@ -189,140 +211,113 @@ def _attend_for(size: int, shared: int):
                 for t in range(count):
                     scores[h, t] /= total
             out = job[7] + 4 * size * shared * (i * kv_heads + k)
-            mix(scores.ctypes.data, job[6] + head, slots, count, stride, out, count, lines)
+            token_mix(scores.ctypes.data, job[6] + head, slots, count, stride, out, count, lines, size, shared)
 
     return attend
 
 
-@njit(**_LOOPS)
-def _product(job, unit):
-    """A span of rows times a stretch of panels, `vectors.panel_product`.
+@cache
+def product_for(form: int) -> Any:
+    """The step that multiplies, from weights in one form."""
+    width = PANEL * BYTES[form]
 
-    x [N, inputs]; weights [panels, inputs, PANEL]; out [N, outputs]; scales [outputs] or 0; bias [outputs] or 0;
-    N; inputs; outputs; form; spans; stretches
-    """
-    rows, outputs, spans, stretches = job[6], job[8], job[10], job[11]
-    panels = outputs // PANEL
-    span, stretch = unit // stretches, unit % stretches
-    start, stop = rows * span // spans, rows * (span + 1) // spans
-    end = panels * (stretch + 1) // stretches
-    for panel in range(panels * stretch // stretches, end):
-        _panel(job, panel, panel + 1 < end, start, stop)
+    @compiled(2)
+    def product(address, unit):
+        """A span of rows times a stretch of panels, `vectors.panel_product`.
+
+        x [N, inputs]; weights [panels, inputs, PANEL]; out [N, outputs]; scales [outputs] or 0; bias [outputs] or 0;
+        N; inputs; outputs; spans; stretches
+        """
+        job = carray(integers_at(address), NUMBERS)
+        rows, inputs, outputs, spans, stretches = job[6], job[7], job[8], job[9], job[10]
+        panels = outputs // PANEL
+        span, stretch = unit // stretches, unit % stretches
+        start, stop = rows * span // spans, rows * (span + 1) // spans
+        blocks, pieces = -(-(stop - start) // MOST_ROWS), -(-inputs // _CACHED_INPUTS)
+        end = panels * (stretch + 1) // stretches
+        for panel in range(panels * stretch // stretches, end):
+            weights = job[2] + panel * inputs * width
+            # While a panel is worked on, the next one is fetched from memory, a part of it beside each block of rows.
+            goes_on = panel + 1 < end
+            step = width // blocks if goes_on else width
+            for piece in range(pieces):
+                first, last = inputs * piece // pieces, inputs * (piece + 1) // pieces
+                for block in range(blocks):
+                    at = start + (stop - start) * block // blocks
+                    count = start + (stop - start) * (block + 1) // blocks - at
+                    x, out = job[1] + 4 * at * inputs, job[3] + 4 * (at * outputs + panel * PANEL)
+                    ahead = weights + (inputs * width + block * step * inputs if goes_on else _AHEAD)
+                    panel_product(
+                        x, inputs, 1, weights, PANEL, out, outputs, count, first, last, piece == 0, ahead, step, form
+                    )
+            if job[4] or job[5]:
+                for at in range(start, stop):
+                    _finish(job, panel, job[3] + 4 * (at * outputs + panel * PANEL))
+
+    return product
 
 
-@njit(**_LOOPS)
-def _panel(job, panel, goes_on, start, stop):
-    inputs, outputs, form = job[7], job[8], job[9]
-    width = PANEL * _bytes[form]
-    weights = job[2] + panel * inputs * width
-    blocks, pieces = -(-(stop - start) // MOST_ROWS), -(-inputs // _CACHED_INPUTS)
-    # While a panel is worked on, the next one is fetched from memory, a part of it beside each block of rows.
-    ahead, step = weights + _AHEAD, width
-    if goes_on:
-        ahead, step = weights + inputs * width, width // blocks
-    for piece in range(pieces):
-        first, last = inputs * piece // pieces, inputs * (piece + 1) // pieces
-        for block in range(blocks):
-            at = start + (stop - start) * block // blocks
-            count = start + (stop - start) * (block + 1) // blocks - at
-            x, out = job[1] + 4 * at * inputs, job[3] + 4 * (at * outputs + panel * PANEL)
-            soon = ahead + block * step * inputs if goes_on else ahead
-            if form == FLOAT:
-                _float_product(x, inputs, 1, weights, PANEL, out, outputs, count, first, last, piece == 0, soon, step)
-            elif form == BFLOAT16:
-                _bfloat16_product(
-                    x, inputs, 1, weights, PANEL, out, outputs, count, first, last, piece == 0, soon, step
-                )
-            else:
-                _int8_product(x, inputs, 1, weights, PANEL, out, outputs, count, first, last, piece == 0, soon, step)
-    if job[4] or job[5]:
-        for at in range(start, stop):
-            out = carray(floats_at(job[3] + 4 * (at * outputs + panel * PANEL)), PANEL)
-            if job[4]:
-                scales = carray(floats_at(job[4] + 4 * panel * PANEL), PANEL)
-                for j in range(PANEL):
-                    out[j] *= scales[j]
-            if job[5]:
-                bias = carray(floats_at(job[5] + 4 * panel * PANEL), PANEL)
-                for j in range(PANEL):
-                    out[j] += bias[j]
+@njit(**OPTIONS)
+def _finish(job, panel, row):
+    out = carray(floats_at(row), PANEL)
+    if job[4]:
+        scales = carray(floats_at(job[4] + 4 * panel * PANEL), PANEL)
+        for j in range(PANEL):
+            out[j] *= scales[j]
+    if job[5]:
+        bias = carray(floats_at(job[5] + 4 * panel * PANEL), PANEL)
+        for j in range(PANEL):
+            out[j] += bias[j]
 
 
 # ------------------------------------------------------------------------------------------------------------ sharing
 
 
-@cache
-def loops_for(size: int, shared: int):
-    """`lead(board, units, ...)` and `help_out(board)`, for heads of `size` numbers of which `shared` have one key."""
-    attend = _attend_for(size, shared)
+@njit(inline="always", **OPTIONS)
+def _take(board):
+    """Units of the job that is on, as long as there are any.
 
-    @njit(**_LOOPS)
-    def do(job, unit):
-        kind = job[0]
-        if kind == PRODUCT:
-            _product(job, unit)
-        elif kind == ATTEND:
-            attend(job, unit)
-        else:
-            rows, spans = job[14], job[15]
-            first, last = rows * unit // spans, rows * (unit + 1) // spans
-            if kind == NORM:
-                _norm(job, first, last)
-            elif kind == PLACE:
-                _place(job, first, last)
-            else:
-                _gate(job, first, last)
+    One word says which job it is and how many of its units nobody has taken. Who takes one has read the job that it belongs
+    to: the next job is not written before this one's units have all ended.
+    """
+    taken, ended, job = board + 8 * TAKEN, board + 8 * ENDED, board + 8 * JOB
+    word = read_word(taken)
+    while word & 0xFFFFFFFF:
+        if replace_word(taken, word, word - 1):
+            call(read_word(job), (job, (word & 0xFFFFFFFF) - 1))
+            add_to_word(ended, 1)
+        word = read_word(taken)
 
-    @njit(**_LOOPS)
-    def take(board, job):
-        """Units of the job that is on, as long as there are any.
 
-        One word says which job it is and how many of its units nobody has taken. Who takes one has read the job that it
-        belongs to: the next job is not written before this one's units have all ended.
-        """
-        taken, ended = board.ctypes.data + 8 * TAKEN, board.ctypes.data + 8 * ENDED
-        while True:
-            word = read_word(taken)
-            left = word & 0xFFFFFFFF
-            if left == 0:
-                return
-            if replace_word(taken, word, word - 1):
-                do(job, left - 1)
-                add_to_word(ended, 1)
+@njit(nogil=True, **OPTIONS)
+def lead(board, units):
+    """All units of the job on the board, with whoever helps. board: an address"""
+    taken, ended, job = board + 8 * TAKEN, board + 8 * ENDED, board + 8 * JOB
+    if not read_word(board + 8 * OPEN):
+        for unit in range(units - 1, -1, -1):
+            call(read_word(job), (job, unit))
+        return
+    write_word(ended, 0)
+    write_word(taken, ((read_word(taken) >> 32) + 1) << 32 | units)
+    _take(board)
+    looks = 0
+    while read_word(ended) < units:
+        looks += 1
+        if looks > _PATIENCE:
+            give_way()
 
-    @njit(**_LOOPS)
-    def lead(board, units):
-        """All units of the job on the board, with whoever helps."""
-        job = board[JOB:]
-        if not board[OPEN]:
-            for unit in range(units - 1, -1, -1):
-                do(job, unit)
-            return
-        taken, ended = board.ctypes.data + 8 * TAKEN, board.ctypes.data + 8 * ENDED
-        write_word(ended, 0)
-        write_word(taken, ((board[TAKEN] >> 32) + 1) << 32 | units)
-        take(board, job)
-        looks = 0
-        while read_word(ended) < units:
-            looks += 1
-            if looks > _PATIENCE:
-                give_way()
 
-    @njit(**_LOOPS)
-    def help_out(board):
-        """Take units of whatever job comes, while the board is open."""
-        job = board[JOB:]
-        taken, is_open = board.ctypes.data + 8 * TAKEN, board.ctypes.data + 8 * OPEN
-        looks = 0
-        while read_word(is_open):
-            if read_word(taken) & 0xFFFFFFFF:
-                take(board, job)
-                looks = 0
-            looks += 1
-            if looks > _PATIENCE:
-                give_way()
-
-    return lead, help_out
+@njit(nogil=True, **OPTIONS)
+def help_out(board):
+    """Take units of whatever job comes, while the board is open."""
+    looks = 0
+    while read_word(board + 8 * OPEN):
+        if read_word(board + 8 * TAKEN) & 0xFFFFFFFF:
+            _take(board)
+            looks = 0
+        looks += 1
+        if looks > _PATIENCE:
+            give_way()
 
 
 def spans_of(rows: int) -> int:

@@ -20,17 +20,16 @@ from headrace.rollout.engines.native import kernels
 class Team:
     """The thread that runs a pass, and helpers while it does. One pass at a time."""
 
-    def __init__(self, size: int, shared: int) -> None:
-        """size: of a head; shared: heads that have one key. Loops are compiled here, or read from where they were kept."""
-        self._lead, self._help = kernels.loops_for(size, shared)
+    def __init__(self) -> None:
         self._board = np.zeros(kernels.LENGTH, np.int64)
         self._job = self._board[kernels.JOB :]
         self._pool: ThreadPoolExecutor | None = None
         self._helpers: list[Future[None]] = []
         self._rooms: dict[tuple[str, int], torch.Tensor] = {}
         self.threads = 1
-        self._lead(self._board, 0)
-        self._help(self._board)
+        self._address = self._board.ctypes.data
+        kernels.lead(self._address, 0)  # compiled here, or read from where it was kept, before anybody waits
+        kernels.help_out(self._address)
 
     @contextmanager
     def gathered(self, multiplications: int) -> Iterator[None]:
@@ -46,7 +45,7 @@ class Team:
         # A helper that has not yet seen the end of the last pass goes on in this one.
         self._helpers = [one for one in self._helpers if not one.done()]
         while len(self._helpers) < own - 1:
-            self._helpers.append(self._pool.submit(self._help, self._board))
+            self._helpers.append(self._pool.submit(kernels.help_out, self._address))
         try:
             with _one_thread(own):
                 yield
@@ -61,16 +60,16 @@ class Team:
             room = self._rooms[use, width] = torch.empty(rows, width)
         return room[:rows]
 
-    def run(self, kind: int, units: int, numbers: Sequence[int]) -> None:
-        """One step: `kernels` says what its numbers are."""
-        self._job[0] = kind
+    def run(self, step: int, units: int, numbers: Sequence[int]) -> None:
+        """One step, by the address of its loop: `kernels` says what its numbers are."""
+        self._job[0] = step
         self._job[1 : 1 + len(numbers)] = numbers
-        self._lead(self._board, units)
+        kernels.lead(self._address, units)
 
-    def by_rows(self, kind: int, rows: int, numbers: Sequence[int]) -> None:
+    def by_rows(self, step: int, rows: int, numbers: Sequence[int]) -> None:
         """A step whose units are spans of rows."""
         self._job[14], self._job[15] = rows, kernels.spans_of(rows)
-        self.run(kind, kernels.spans_of(rows), numbers)
+        self.run(step, kernels.spans_of(rows), numbers)
 
 
 @contextmanager
