@@ -77,6 +77,16 @@ async def test_one_gradient_to_a_hundred_thousandth(algorithm):
     assert off < 1e-5
 
 
+async def test_one_update_equals_the_same_by_the_calls_of_every_backend():
+    """And another batch after it, whose rows are not those of the first."""
+    once, calls = [await device(NETWORKS[0], AlgorithmConfig()) for _ in range(2)]
+    for seed in range(2):
+        await once.update(steps(seed))
+        await calls.forward_backward(await calls.annotate(steps(seed), ["values"]))
+        await calls.optimizer_step()
+        torch.testing.assert_close(once._flat.values, calls._flat.values, atol=1e-6, rtol=1e-5)
+
+
 async def test_all_cores_give_the_same_gradient_again_and_again(monkeypatch):
     from headrace.training.backends import step_rows
 
@@ -90,10 +100,11 @@ async def test_all_cores_give_the_same_gradient_again_and_again(monkeypatch):
     assert torch.equal(ends[1], ends[2])
 
 
-async def test_a_gradient_that_is_not_finite_changes_nothing():
+@pytest.mark.parametrize("spoilt", ["rewards", "behavior_logprobs"])
+async def test_a_gradient_that_is_not_finite_changes_nothing(spoilt):
     made = await device(NETWORKS[0], AlgorithmConfig())
     before, batch = made._flat.values.clone(), steps()
-    found = await made.update(replace(batch, rewards=np.full_like(batch.rewards, np.nan)))
+    found = await made.update(replace(batch, **{spoilt: np.full_like(batch.rewards, np.nan)}))
     assert found["optimizer/skipped"].total == 1.0 and torch.equal(made._flat.values, before)
 
 
@@ -121,6 +132,8 @@ def test_layers_in_one_call_are_those_one_by_one(activation, rows):
     torch.manual_seed(0)
     tower = Tower(layer(5, 64, 1.4, activation), layer(64, 32, 1.4, activation))
     assert tower.compiled
+    with torch.no_grad(), pytest.raises(RuntimeError):
+        tower(torch.zeros(2, 3))
     x = torch.randn(rows, 5) * 3
     exact = tower(x)
     assert exact.requires_grad

@@ -46,6 +46,15 @@ def times(x, row, column, weights, out, rows, inputs, outputs, fresh):
 
 
 @njit(**LOOPS)
+def size_of(widths):
+    """Weights of all layers."""
+    total = 0
+    for layer in range(widths.shape[0] - 1):
+        total += widths[layer] * widths[layer + 1]
+    return total
+
+
+@njit(**LOOPS)
 def turned(parameters, widths, weights):
     """[inputs, outputs] weights of all layers, one after another, of [outputs, inputs] ones. weights: [layers] addresses"""
     at = 0
@@ -83,12 +92,13 @@ def forward(x, rows, widths, weights, biases, activation, made, product):
 
 @njit(**LOOPS)
 def _run(x, rows, widths, weights, biases, activation, made, product):
-    total = 0
-    for layer in range(weights.shape[0]):
-        total += widths[layer] * widths[layer + 1]
-    straight = np.empty(total, np.float32)
+    straight = np.empty(size_of(widths), np.float32)
     turned(straight, widths, weights)
     forward(x, rows, widths, straight, biases, activation, made, product)
+
+
+_none = np.zeros(0, np.int64)
+_run(0, 0, np.zeros(1, np.int64), _none, _none, 0, 0, times.address)  # what cannot be compiled is known at the import
 
 
 class Tower(nn.Sequential):
@@ -99,11 +109,11 @@ class Tower(nn.Sequential):
         kinds = {one.kind if isinstance(one, Dense) else "" for one in layers}
         self.activation = ACTIVATIONS.get(kinds.pop(), -1) if len(kinds) == 1 else -1
         self.widths = np.array([one.in_features for one in layers[:1]] + [one.out_features for one in layers])
-        self.compiled = self.activation >= 0 and all(width % PANEL == 0 for width in self.widths[1:])
+        self.compiled = self.activation >= 0 and self.widths[0] > 0 and not (self.widths[1:] % PANEL).any()
         """All tanh or all relu, and as wide as whole vectors."""
 
     def forward(self, values: Tensor) -> Tensor:
-        if not (self.compiled and values.dim() == 2 and self._here(values)):
+        if not (self.compiled and values.dim() == 2 and values.shape[1] == self.widths[0] and self._here(values)):
             return super().forward(values)
         rows, values = values.shape[0], values.contiguous()
         made = values.new_empty(rows * int(self.widths[1:].sum()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial, reduce
@@ -98,6 +99,8 @@ class ControlDevice(PolicyDevice):
                 rows.fill(self._credit(batch, rows))
                 found = self._epochs(rows)
             self._follow(rows)
+            if self._fused is not None:
+                self._fused.let_go()
             return found.summary() | rows.explained_variance()
 
     def _threads(self, rows: int) -> AbstractContextManager[None]:
@@ -110,7 +113,6 @@ class ControlDevice(PolicyDevice):
         was acted out in this process by this network, that pass is there already."""
         if self._fused is not None:
             rows.fill(self._credit(batch, rows))
-            self._fused.begin(rows)
             return Updates([self._gradient(rows, slice(None))], self._step())
         kept = self.shared.take(batch.behavior_logprobs) if self.shared is not None else None
         forward = partial(self._forward, rows) if kept is None else partial(self._forward_kept, rows, kept)
@@ -125,8 +127,6 @@ class ControlDevice(PolicyDevice):
     def _epochs(self, rows: Rows) -> Updates:
         """Shuffled minibatches, until the policy is too far from the one that acted."""
         found = Updates([], {})
-        if self._fused is not None:
-            self._fused.begin(rows)
         bound = 1.5 * self._algorithm.target_kl
         for _ in range(self._training.epochs):
             for part in rows.minibatches(self._training.minibatches, self._shuffle, self._network.recurrent):
@@ -176,6 +176,7 @@ class ControlDevice(PolicyDevice):
 
     def _gradient_fused(self, rows: Rows, part: Part) -> dict[str, Tensor]:
         assert self._fused is not None
+        self._fused.turn_to(rows)
         *normal, count = self._fused.normal(part)
         if not self._algorithm.normalise_advantages:
             normal = [0.0, 1.0]
@@ -379,9 +380,11 @@ def _fused(network: nn.Module, distribution: Distribution, flat: FlatParameters,
     """`FusedSteps` where it can be had."""
     try:
         from headrace.training.backends.fused_steps import FusedSteps
-    except Exception:  # `networks.tower_of` has said why
+
+        return FusedSteps(network, flat, algorithm) if FusedSteps.fits(network, distribution) else None
+    except Exception as error:  # as in `networks.tower_of`
+        warnings.warn(f"updates of small networks are not compiled, so they are slower: {error!r}", stacklevel=2)
         return None
-    return FusedSteps(network, flat, algorithm) if FusedSteps.fits(network, distribution) else None
 
 
 def spread(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headrace.policies.distributions import Categorical
 from headrace.policies.networks import PolicyNetwork
-from headrace.policies.tower import LOOPS, Tower, forward, times, turned
+from headrace.policies.tower import LOOPS, Tower, forward, size_of, times, turned
 from headrace.training.backends.step_rows import Part, Rows
 from headrace.training.config import AlgorithmConfig
 from headrace.training.losses import MAX_LOG_RATIO
@@ -37,9 +37,6 @@ def _backward(x, rows, widths, weights, activation, made, due, for_weights, for_
     `rows` times the widest layer, both overwritten"""
     layers = weights.shape[0]
     w_end, b_end, m_end = for_weights.shape[0], for_biases.shape[0], rows * widths[1:].sum()
-    w_end = 0
-    for layer in range(layers):
-        w_end += widths[layer] * widths[layer + 1]
     source, other = due, room
     for layer in range(layers - 1, -1, -1):
         inputs, outputs = widths[layer], widths[layer + 1]
@@ -117,7 +114,10 @@ def _losses(outputs, values, actions, behavior, advantages, targets, old_values,
             free, kept = ratio * advantage, held * advantage
             policy = -min(free, kept)
             due = -advantage * ratio if free < kept else -advantage * ratio * inside
-            due = due if bounded == log_ratio else _f(0.0)
+            if log_ratio != log_ratio:
+                due = log_ratio  # what is not a number must not look like a step that was taken
+            elif bounded != log_ratio:
+                due = _f(0.0)
             found[5] += (_f(1.0) - inside) * share
         target, old = (targets[r] - mean) / std, (old_values[r] - mean) / std
         error = values[i, 0] - target
@@ -154,9 +154,9 @@ def learn(
     layers, own = weights.shape[0], value_weights.shape[0]
     outs, features, inputs = heads[4], widths[layers], x.shape[1]
     value_features = value_widths[own] if own else features
-    straight = np.empty(_size(widths, layers), np.float32)
+    straight = np.empty(size_of(widths), np.float32)
     turned(straight, widths, weights)
-    value_straight = np.empty(_size(value_widths, own), np.float32)
+    value_straight = np.empty(size_of(value_widths), np.float32)
     turned(value_straight, value_widths, value_weights)
     for_weights, for_biases = np.zeros(straight.shape[0], np.float32), np.zeros(widths[1:].sum(), np.float32)
     for_value_weights = np.zeros(value_straight.shape[0], np.float32)
@@ -220,14 +220,6 @@ def learn(
 
 
 @njit(**LOOPS)
-def _size(widths, layers):
-    total = 0
-    for layer in range(layers):
-        total += widths[layer] * widths[layer + 1]
-    return total
-
-
-@njit(**LOOPS)
 def _give(grads, places, at, widths, layers, for_weights, for_biases):
     """Add gradients to where they belong, weights as [outputs, inputs]."""
     w = b = 0
@@ -251,9 +243,14 @@ class FusedSteps:
         layers = [*encoder.layers, *(own.layers if own is not None else ()), network.policy_head, network.value_head]
         self._places = np.array([places[id(one)] for layer in layers for one in (layer.weight, layer.bias)])
         self._size = flat.grads.numel()
+        self._rows: Rows | None = None
         # Compiled now, or read from where it was kept: not in the first update, which others wait for.
         none = np.zeros(0, np.float32)
-        self._arrays = (np.zeros((0, int(encoder.layers.widths[0])), np.float32), np.zeros(0, np.int64), *[none] * 5)
+        self._no_rows = self._arrays = (
+            np.zeros((0, int(encoder.layers.widths[0])), np.float32),
+            np.zeros(0, np.int64),
+            *[none] * 5,
+        )
         self.gradient(slice(0), self.normal(slice(0))[:2], 0.0)
 
     @staticmethod
@@ -268,12 +265,23 @@ class FusedSteps:
             and all(leaf.convolutions is None for one in encoders for leaf in one.leaves)
         )
 
-    def begin(self, rows: Rows) -> None:
-        """The rows that are learned from until the next call, under running figures that stay as they are meanwhile."""
+    def turn_to(self, rows: Rows) -> None:
+        """The rows that are learned from, under running figures that stay as they are meanwhile."""
+        if rows is self._rows:
+            return
+        self._rows = rows
         with torch.no_grad():
             x = self._network.encoder.inputs(rows.observations).contiguous()
+        if x.shape[1] != self._network.encoder.layers.widths[0]:
+            raise ValueError(
+                f"observations of {x.shape[1]} numbers, and a network for {self._network.encoder.layers.widths[0]}"
+            )
         wanted = (rows.actions, rows.behavior_logprobs, rows.advantages, rows.targets, rows.values, rows.weights)
         self._arrays = x.numpy(), *(one.numpy() for one in wanted)
+
+    def let_go(self) -> None:
+        """Of the rows."""
+        self._rows, self._arrays = None, self._no_rows
 
     def normal(self, part: Part) -> tuple[float, float, float]:
         """Mean and deviation of the advantages of a part, as `control_device.spread`, and its number of steps."""
@@ -289,7 +297,7 @@ class FusedSteps:
             ],
             np.float32,
         )  # fmt: skip
-        grads, found = torch.zeros(self._size), np.zeros(len(NAMES), np.float32)
+        grads, found = torch.zeros(self._size), np.zeros(len(NAMES))
         tower, own, x = network.encoder.layers, network.value_encoder, self._arrays[0]
         value = (own.layers.widths, *own.layers.addresses()) if own is not None else _NO_TOWER
         heads = (network.policy_head, network.value_head)
@@ -299,7 +307,10 @@ class FusedSteps:
             *self._arrays[1:], how, grads.numpy(), self._places, found, times.address,
         )  # fmt: skip
         found[0] = found[1] + chosen.value_coef * found[2] - chosen.entropy_coef * found[3]
-        return {f"loss/{name}": figure for name, figure in zip(NAMES, torch.from_numpy(found), strict=True)}, grads
+        return {
+            f"loss/{name}": figure
+            for name, figure in zip(NAMES, torch.from_numpy(found.astype(np.float32)), strict=True)
+        }, grads
 
     def _index(self, part: Part) -> np.ndarray:
         if isinstance(part, Tensor):

@@ -7,6 +7,7 @@ row for each sequence that decodes stands after them.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ class Stretch:
     slots: torch.Tensor
 
 
-@dataclass(slots=True)
+@dataclass
 class Pass:
     """One forward pass.
 
@@ -52,6 +53,7 @@ class Pass:
     """Rows [start, stop) that run under an older adapter, the last of the pass, and that adapter."""
     _biases: dict[int, torch.Tensor] = field(default_factory=dict)
 
+    @cached_property
     def row_slots(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Which slots each row looks at, with no regard to what kind of row it is.
 

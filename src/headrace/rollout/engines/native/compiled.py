@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from headrace.rollout.engines.native import kernels
-from headrace.rollout.engines.native.linear import EVERY, FORMS, Linear, relative_error, to_int8
+from headrace.rollout.engines.native.linear import EVERY, Linear, relative_error, to_int8
 from headrace.rollout.engines.native.team import Team
 from headrace.vectors import BFLOAT16, FLOAT, INT8, PANEL
 
@@ -27,7 +28,7 @@ class PanelLinear(Linear):
     A row's result is the same to the bit whatever other rows there are.
     """
 
-    __slots__ = ("_numbers", "error", "outputs", "panels", "scales", "team")
+    __slots__ = ("_ends", "_numbers", "error", "outputs", "panels", "scales", "team")
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, form: str, team: Team, memory: torch.Tensor | None
@@ -39,30 +40,35 @@ class PanelLinear(Linear):
         kind, source = _ROUNDED.get(form, FLOAT), weight
         if kind == INT8:
             source, self.scales = to_int8(weight)
-        ordered = source.view(-1, PANEL, inputs).transpose(1, 2)
-        fits = memory is not None and memory.shape == ordered.shape and memory.dtype == _TYPES[kind]
-        self.panels = memory if fits else torch.empty(ordered.shape, dtype=_TYPES[kind])
-        self.panels.copy_(ordered)
+        whole, left = divmod(self.outputs, PANEL)
+        shape = (whole + (left > 0), inputs, PANEL)
+        fits = memory is not None and memory.shape == shape and memory.dtype == _TYPES[kind]
+        self.panels = memory if fits else torch.zeros(shape, dtype=_TYPES[kind])
+        self.panels[:whole].copy_(source[: whole * PANEL].view(whole, PANEL, inputs).transpose(1, 2))
+        if left:  # the last panel's other columns stay zero
+            self.panels[whole, :, :left].copy_(source[whole * PANEL :].t())
+        self._ends = [None if one is None else F.pad(one, (0, -self.outputs % PANEL)) for one in (self.scales, bias)]
         if kind != FLOAT:
             some = source[::EVERY].to(_TYPES[kind]).float()
             scales = 1.0 if self.scales is None else self.scales[::EVERY, None]
             self.error = relative_error(weight[::EVERY], some * scales)
-        optional = [0 if one is None else one.data_ptr() for one in (self.scales, bias)]
+        optional = [0 if one is None else one.data_ptr() for one in self._ends]
         self._numbers = (*optional, inputs, kernels.product_for(kind).address)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         rows, (scales, bias, inputs, step) = x.shape[0], self._numbers
-        out = self.team.room("product", rows, self.outputs)
+        width = self.panels.shape[0] * PANEL
+        out = self.team.room("product", rows, width)
         spans = kernels.product_spans(rows, inputs)
-        stretches = kernels.product_stretches(self.outputs // PANEL, self.team.threads)
+        stretches = kernels.product_stretches(width // PANEL, self.team.threads)
         self.team.run(
             step,
             spans * stretches,
             (
-                x.data_ptr(), self.panels.data_ptr(), out.data_ptr(), scales, bias, rows, inputs, self.outputs, spans, stretches,
+                x.data_ptr(), self.panels.data_ptr(), out.data_ptr(), scales, bias, rows, inputs, width, spans, stretches,
             ),
         )  # fmt: skip
-        return out
+        return out if width == self.outputs else out[:, : self.outputs].contiguous()
 
 
 class CompiledSteps:
@@ -71,14 +77,12 @@ class CompiledSteps:
     def __init__(self, size: int, shared: int) -> None:
         """size: of a head; shared: heads that have one key"""
         self._team, self._attend = Team(), kernels.attend_for(size, shared).address
-        self._spans: tuple[Pass, tuple[torch.Tensor, ...]] | None = None
+        kernels.product_for(FLOAT)
 
     def gathered(self, multiplications: int) -> AbstractContextManager[None]:
         return self._team.gathered(multiplications)
 
     def linear(self, form: str, weight: torch.Tensor, bias: torch.Tensor | None, memory: torch.Tensor | None) -> Linear:
-        if weight.shape[0] % PANEL:
-            return FORMS[form](weight, bias)
         return PanelLinear(weight, bias, form, self._team, memory)
 
     def norm(self, x: torch.Tensor, due: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -108,9 +112,7 @@ class CompiledSteps:
                 keys.data_ptr(), values.data_ptr(), s.heads, s.kv_heads, s.head_dim, _bits(s.eps),
             ),
         )  # fmt: skip
-        if self._spans is None or self._spans[0] is not batch:
-            self._spans = batch, batch.row_slots()
-        starts, counts, slots = self._spans[1]
+        starts, counts, slots = batch.row_slots
         out = qkv.new_zeros(rows, s.heads * s.head_dim)
         attending = counts.numel()  # padding stands last, and attends to nothing
         parts = kernels.attention_parts(attending, s.kv_heads, self._team.threads)

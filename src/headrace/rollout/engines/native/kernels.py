@@ -329,7 +329,7 @@ def product_stretches(panels: int, threads: int) -> int:
 
 
 def attention_parts(rows: int, kv_heads: int, threads: int) -> int:
-    return 1 if rows >= 2 * threads else kv_heads
+    return 1 if rows >= 8 * threads else kv_heads
 
 
 def product_spans(rows: int, inputs: int) -> int:

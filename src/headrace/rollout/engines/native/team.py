@@ -45,7 +45,7 @@ class Team:
         # A helper that has not yet seen the end of the last pass goes on in this one.
         self._helpers = [one for one in self._helpers if not one.done()]
         while len(self._helpers) < own - 1:
-            self._helpers.append(self._pool.submit(kernels.help_out, self._address))
+            self._helpers.append(self._pool.submit(_help, self._board))
         try:
             with _one_thread(own):
                 yield
@@ -70,6 +70,11 @@ class Team:
         """A step whose units are spans of rows."""
         self._job[14], self._job[15] = rows, kernels.spans_of(rows)
         self.run(step, kernels.spans_of(rows), numbers)
+
+
+def _help(board: np.ndarray) -> None:
+    """Holds the board for as long as it is looked at: its team may be gone by then."""
+    kernels.help_out(board.ctypes.data)
 
 
 @contextmanager
