@@ -292,9 +292,9 @@ MUTANTS = [
     ),
     Mutant(
         "a decoding row does not see its newest token",
-        "rollout/engines/native/kernels.py",
-        "i, length = first + r, lengths[r]\n",
-        "i, length = first + r, lengths[r] - 1\n",
+        "rollout/engines/native/attention.py",
+        "counts.append(self.lengths)\n",
+        "counts.append(self.lengths - 1)\n",
         ("tests/rollout/engines/test_parts.py",),
     ),
     Mutant(
@@ -305,11 +305,18 @@ MUTANTS = [
         ("tests/rollout/engines/test_parts.py",),
     ),
     Mutant(
-        "parts of a pass draw from each other's rows",
-        "rollout/engines/native/core.py",
-        "zip(shares, batches, logits, strict=True)",
-        "zip(shares, batches, logits[::-1], strict=True)",
+        "a product of many inputs keeps the last of them alone",
+        "rollout/engines/native/kernels.py",
+        "first, last, piece == 0, ahead",
+        "first, last, True, ahead",
         ("tests/rollout/engines/test_parts.py",),
+    ),
+    Mutant(
+        "a backend's call learns from the batch before",
+        "training/backends/control_device.py",
+        "        self._fused.turn_to(rows)\n",
+        "        self._fused.turn_to(self._fused._rows or rows)\n",
+        ("tests/training/test_fused_steps.py",),
     ),
     Mutant(
         "a core's share of the gradient is lost",

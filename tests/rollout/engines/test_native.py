@@ -508,8 +508,9 @@ def test_small_weights_and_other_types_are_not_packed():
     assert PackedLinear(torch.zeros(4096, 320, dtype=torch.bfloat16)).packed is None
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", ["phi3", "gemma2"])
 async def test_an_engine_with_packed_weights_agrees_with_a_plain_forward_pass(monkeypatch, family):
+    """Of a family whose pass is not written out: those have panels (`test_parts`)."""
     from headrace.rollout.engines.native import linear
 
     if not linear.can_pack():
