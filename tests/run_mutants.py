@@ -302,14 +302,14 @@ MUTANTS = [
         "rollout/engines/native/kernels.py",
         "x = _f(-87.0) if x < _f(-87.0) else x",
         "x = x if x > _f(-87.0) else _f(-87.0)",
-        ("tests/rollout/engines/test_parts.py",),
+        ("tests/rollout/engines/test_parts.py::test_what_is_not_a_number_stays_none",),
     ),
     Mutant(
         "a product of many inputs keeps the last of them alone",
         "rollout/engines/native/kernels.py",
         "first, last, piece == 0, ahead",
         "first, last, True, ahead",
-        ("tests/rollout/engines/test_parts.py",),
+        ("tests/rollout/engines/test_parts.py::test_a_product_by_panels_is_that_with_its_weights",),
     ),
     Mutant(
         "a backend's call learns from the batch before",

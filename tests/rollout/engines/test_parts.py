@@ -126,8 +126,9 @@ def test_what_is_not_a_number_stays_none(spoilt):
     assert not torch.isfinite(gated[1, 3])
     kept = torch.zeros(4, 1, 8)
     kept[2] = spoilt
-    out = attend(steps, torch.zeros(2, 3, 8), [[0, 1], [0, 2]], kept, kept, 1)
-    assert torch.isfinite(out[0]).all() and not torch.isfinite(out[1]).any()
+    for values in (kept, torch.ones(4, 1, 8)):
+        out = attend(steps, torch.zeros(2, 3, 8), [[0, 1], [0, 2]], kept, values, 1)
+        assert torch.isfinite(out[0]).all() and not torch.isfinite(out[1]).any()
 
 
 def attend(steps, qkv, slots, keys, values, kv_heads, parts=1):
