@@ -87,8 +87,8 @@ class EngineConfig(Config):
     threads: Positive = 1
     """Of each engine process."""
     weights: Literal["model", "bfloat16", "int8"] = "model"
-    """In which form linear layers compute: as published (packed), or rounded at each sync. bfloat16 gains where the
-    processor multiplies it, int8 with few sequences at a time; both change the policy a little: watch `mismatch/*`, and let
+    """In which form linear layers compute: as published (packed), or rounded at each sync. Both read fewer bytes,
+    which gains most with few sequences at a time, and change the policy a little: watch `mismatch/*`, and let
     `training.correction` weigh for it. Models with experts have "model" only."""
     max_running: Positive = 64
     """Sequences decoded side by side."""
