@@ -100,6 +100,18 @@ async def test_all_cores_give_the_same_gradient_again_and_again(monkeypatch):
     assert torch.equal(ends[1], ends[2])
 
 
+@pytest.mark.parametrize("action", [-1, 2])
+async def test_an_action_that_the_policy_does_not_have_is_refused_as_autograd_does(action):
+    """The loops look at memory without a check of their own."""
+    for fused in (True, False):
+        made = await device(NETWORKS[0], AlgorithmConfig())
+        made._fused = made._fused if fused else None
+        batch = steps()
+        batch.actions[2, 1] = action
+        with pytest.raises((IndexError, RuntimeError)):
+            await made.update(batch)
+
+
 @pytest.mark.parametrize("spoilt", ["rewards", "behavior_logprobs"])
 async def test_a_gradient_that_is_not_finite_changes_nothing(spoilt):
     made = await device(NETWORKS[0], AlgorithmConfig())

@@ -276,6 +276,11 @@ class FusedSteps:
             raise ValueError(
                 f"observations of {x.shape[1]} numbers, and a network for {self._network.encoder.layers.widths[0]}"
             )
+        outs = self._network.policy_head.out_features
+        if rows.actions.numel() and not (0 <= int(rows.actions.min()) and int(rows.actions.max()) < outs):
+            raise IndexError(
+                f"actions of {int(rows.actions.min())} to {int(rows.actions.max())}, and a policy over {outs}"
+            )
         wanted = (rows.actions, rows.behavior_logprobs, rows.advantages, rows.targets, rows.values, rows.weights)
         self._arrays = x.numpy(), *(one.numpy() for one in wanted)
 
