@@ -16,17 +16,15 @@ from torch import Tensor
 
 from headrace.policies.distributions import Categorical
 from headrace.policies.networks import PolicyNetwork
-from headrace.policies.tower import LOOPS, Tower, forward, size_of, times, turned
+from headrace.policies.tower import LOOPS, ROWS, Tower, forward, size_of, times, turned
 from headrace.training.backends.step_rows import Part, Rows
 from headrace.training.config import AlgorithmConfig
 from headrace.training.losses import MAX_LOG_RATIO
 from headrace.training.optimizer import FlatParameters
-from headrace.vectors import MOST_ROWS, call, floats_at
+from headrace.vectors import call, floats_at
 
 _f = np.float32
 _MOST_LOG_RATIO = _f(MAX_LOG_RATIO)
-_ROWS = MOST_ROWS * 18
-"""Rows that are worked on at once."""
 NAMES = ("total", "policy", "value", "entropy", "kl", "clip_share", "ratio_max")
 
 
@@ -147,8 +145,8 @@ def learn(
 ):  # fmt: skip
     """Add the gradient of a part's loss to `grads` [P], and its figures to `found`.
 
-    x: [N, inputs] of all rows; index: [M] those of the part; of the policy's layers and the value's own (none if they share the policy's): widths, addresses of weights
-    and biases; heads: addresses of the policy's weight and bias and of the value's; places: where in `grads` all of these
+    x: [N, inputs] of all rows; index: [M] those of the part; of the policy's layers and the value's own (none if they share
+    the policy's): widths, addresses of weights and biases; heads: addresses of the policy's weight and bias and of the value's; places: where in `grads` all of these
     lie, in this order; product: address of `tower.times`
     """
     layers, own = weights.shape[0], value_weights.shape[0]
@@ -162,9 +160,9 @@ def learn(
     for_value_weights = np.zeros(value_straight.shape[0], np.float32)
     for_value_biases = np.zeros(value_widths[1:].sum(), np.float32)
     widest = max(widths[1:].max(), value_widths[1:].max() if own else 0)
-    made = np.empty(_ROWS * for_biases.shape[0], np.float32)
-    value_made = np.empty(_ROWS * for_value_biases.shape[0], np.float32)
-    due_room, room = np.empty(_ROWS * widest, np.float32), np.empty(_ROWS * widest, np.float32)
+    made = np.empty(ROWS * for_biases.shape[0], np.float32)
+    value_made = np.empty(ROWS * for_value_biases.shape[0], np.float32)
+    due_room, room = np.empty(ROWS * widest, np.float32), np.empty(ROWS * widest, np.float32)
     policy_weight, policy_bias = carray(floats_at(heads[0]), (outs, features)), carray(floats_at(heads[1]), outs)
     value_weight, value_bias = carray(floats_at(heads[2]), (1, value_features)), carray(floats_at(heads[3]), 1)
     base = grads.ctypes.data
@@ -173,9 +171,9 @@ def learn(
     for_policy_bias = carray(floats_at(base + 4 * places[at + 1]), outs)
     for_value_head = carray(floats_at(base + 4 * places[at + 2]), (1, value_features))
     for_value_bias = carray(floats_at(base + 4 * places[at + 3]), 1)
-    picked = np.empty((min(_ROWS, index.shape[0]), inputs), np.float32)
-    for first in range(0, index.shape[0], _ROWS):
-        rows = min(_ROWS, index.shape[0] - first)
+    picked = np.empty((min(ROWS, index.shape[0]), inputs), np.float32)
+    for first in range(0, index.shape[0], ROWS):
+        rows = min(ROWS, index.shape[0] - first)
         part = index[first : first + rows]
         for i in range(rows):
             for j in range(inputs):
@@ -197,23 +195,19 @@ def learn(
         due_room[:] = _f(0.0)
         due = due_room[: rows * features].reshape(rows, features)
         _head_backward(shown, policy_weight, outputs, for_policy_head, for_policy_bias, due)
+        if not own:
+            _head_backward(seen, value_weight, values, for_value_head, for_value_bias, due)
+        _backward(
+            start, rows, widths, weights, activation, made.ctypes.data, due_room.ctypes.data, for_weights, for_biases,
+            room.ctypes.data, product,
+        )  # fmt: skip
         if own:
-            _backward(
-                start, rows, widths, weights, activation, made.ctypes.data, due_room.ctypes.data, for_weights, for_biases,
-                room.ctypes.data, product,
-            )  # fmt: skip
             due_room[:] = _f(0.0)
             due = due_room[: rows * value_features].reshape(rows, value_features)
-        _head_backward(seen, value_weight, values, for_value_head, for_value_bias, due)
-        if own:
+            _head_backward(seen, value_weight, values, for_value_head, for_value_bias, due)
             _backward(
                 start, rows, value_widths, value_weights, activation, value_made.ctypes.data, due_room.ctypes.data,
                 for_value_weights, for_value_biases, room.ctypes.data, product,
-            )  # fmt: skip
-        else:
-            _backward(
-                start, rows, widths, weights, activation, made.ctypes.data, due_room.ctypes.data, for_weights, for_biases,
-                room.ctypes.data, product,
             )  # fmt: skip
     _give(grads, places, 0, widths, layers, for_weights, for_biases)
     _give(grads, places, 2 * layers, value_widths, own, for_value_weights, for_value_biases)
@@ -277,7 +271,7 @@ class FusedSteps:
                 f"observations of {x.shape[1]} numbers, and a network for {self._network.encoder.layers.widths[0]}"
             )
         outs = self._network.policy_head.out_features
-        if rows.actions.numel() and not (0 <= int(rows.actions.min()) and int(rows.actions.max()) < outs):
+        if rows.actions.numel() and (int(rows.actions.min()) < 0 or int(rows.actions.max()) >= outs):
             raise IndexError(
                 f"actions of {int(rows.actions.min())} to {int(rows.actions.max())}, and a policy over {outs}"
             )

@@ -33,7 +33,7 @@ class PanelLinear(Linear):
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, form: str, team: Team, memory: torch.Tensor | None
     ) -> None:
-        """weight: [out, in], `out` a multiple of `PANEL`; memory: for the copy, if it is of its shape and type"""
+        """weight: [out, in]; memory: for the copy, if it is of its shape and type"""
         super().__init__(weight, bias)
         self.team, self.scales, self.error = team, None, 0.0
         self.outputs, inputs = weight.shape
@@ -74,10 +74,10 @@ class PanelLinear(Linear):
 class CompiledSteps:
     """`llama.TorchSteps` as loops of `kernels`, by one engine's team."""
 
-    def __init__(self, size: int, shared: int) -> None:
-        """size: of a head; shared: heads that have one key"""
+    def __init__(self, size: int, shared: int, form: str = "packed") -> None:
+        """size: of a head; shared: heads that have one key; form: of weights, whose product is compiled here, too"""
         self._team, self._attend = Team(), kernels.attend_for(size, shared).address
-        kernels.product_for(FLOAT)
+        kernels.product_for(_ROUNDED.get(form, FLOAT))
 
     def gathered(self, multiplications: int) -> AbstractContextManager[None]:
         return self._team.gathered(multiplications)

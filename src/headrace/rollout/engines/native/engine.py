@@ -63,7 +63,7 @@ def _weights(folder: str, dtype: str, context_length: int, form: str) -> tuple[A
     """The folder's weights, and the function that builds others of the same model."""
     if llama.fits(read_config(folder)):
         model = load_model(folder, dtype, "eager")
-        shape = llama.shape_of(model, context_length)
+        shape = llama.shape_of(model, context_length, form)
         builder = partial(llama.build, shape, form)
         return builder(dict(model.state_dict()), None), builder
     return _generic_weights(folder, dtype, form)

@@ -24,6 +24,8 @@ class Linear:
 
     __slots__ = ("bias", "weight")
     error = 0.0
+    panels: torch.Tensor | None = None
+    """The copy, where it lies in memory that the next version's may take."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.weight, self.bias = weight, bias

@@ -59,7 +59,7 @@ def fits(config: Any) -> bool:
     )
 
 
-def shape_of(model: Any, context_length: int) -> LlamaShape:
+def shape_of(model: Any, context_length: int, form: str) -> LlamaShape:
     config = model.config
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -78,7 +78,7 @@ def shape_of(model: Any, context_length: int) -> LlamaShape:
         tied=bool(config.tie_word_embeddings),
         published={name: tensor.shape for name, tensor in model.state_dict().items()},
         size=sum(tensor.numel() for tensor in model.state_dict().values()),
-        steps=steps_for(model.dtype, head_dim, heads // kv_heads),  # before anybody waits for a token
+        steps=steps_for(model.dtype, head_dim, heads // kv_heads, form),  # before anybody waits for a token
     )
 
 
@@ -186,17 +186,17 @@ class TorchSteps:
         return mixed.reshape(rows, -1)
 
 
-def steps_for(dtype: torch.dtype, size: int, shared: int) -> TorchSteps | CompiledSteps:
+def steps_for(dtype: torch.dtype, size: int, shared: int, form: str = "packed") -> TorchSteps | CompiledSteps:
     """Those that this machine can run, for one engine; compiled ones are compiled here, or read from where they were kept.
 
-    size: of a head; shared: heads that have one key
+    size: of a head; shared: heads that have one key; form: of the copies that products run from (`linear.FORMS`)
     """
     if dtype != torch.float32:
         return TorchSteps()
     try:
         from headrace.rollout.engines.native.compiled import CompiledSteps
 
-        return CompiledSteps(size, shared)
+        return CompiledSteps(size, shared, form)
     except Exception as error:  # a processor without numba, nowhere to keep what it compiles, a full disk, ...
         warnings.warn(f"the loops of a pass are not compiled, so passes are slower: {error!r}", stacklevel=2)
         return TorchSteps()
@@ -231,8 +231,8 @@ def build(
 
     def product(name: str, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         made = shape.steps.linear(form, weight, bias, weights.copies.get(name))
-        if isinstance(copy := getattr(made, "panels", None), torch.Tensor):
-            weights.copies[name] = copy
+        if made.panels is not None:
+            weights.copies[name] = made.panels
         return made
 
     def linear(*names: str) -> Linear:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from headrace.cores import WORTH_MEETING, use_threads
+from headrace.cores import WORTH_MEETING, threads_for
 from headrace.rollout.engines.native import kernels
 
 
@@ -37,7 +37,7 @@ class Team:
         are worth it. The caller's own operations of torch have one thread meanwhile."""
         own = torch.get_num_threads()
         if own == 1 or multiplications < WORTH_MEETING:
-            with _one_thread(own):
+            with threads_for(0):
                 yield
             return
         self._pool = self._pool or ThreadPoolExecutor(None, "team")
@@ -47,7 +47,7 @@ class Team:
         while len(self._helpers) < own - 1:
             self._helpers.append(self._pool.submit(_help, self._board))
         try:
-            with _one_thread(own):
+            with threads_for(0):
                 yield
         finally:
             self.threads, self._board[kernels.OPEN] = 1, 0
@@ -75,12 +75,3 @@ class Team:
 def _help(board: np.ndarray) -> None:
     """Holds the board for as long as it is looked at: its team may be gone by then."""
     kernels.help_out(board.ctypes.data)
-
-
-@contextmanager
-def _one_thread(own: int) -> Iterator[None]:
-    use_threads(1)
-    try:
-        yield
-    finally:
-        use_threads(own)
