@@ -28,15 +28,15 @@ BYTES = {FLOAT: 4, BFLOAT16: 2, INT8: 1}
 _AHEAD_TOKENS, LINE = 8, 16
 """Keys and values are asked for so many tokens before their turn, a cache line of so many numbers at a time."""
 
-_float, _bit, _byte, _half, _int, _long = ir.FloatType(), *(ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
-_vector = ir.VectorType(_float, LANES)
+FLOAT32, _byte, _half, INT, _long = ir.FloatType(), *(ir.IntType(bits) for bits in (8, 16, 32, 64))
+VECTOR = ir.VectorType(FLOAT32, LANES)
 
 
-def _number(value: int) -> ir.Constant:
+def number(value: int) -> ir.Constant:
     return ir.Constant(_long, value)
 
 
-def _pointer(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type, *offsets: ir.Value) -> ir.Value:
+def pointer(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type, *offsets: ir.Value) -> ir.Value:
     where = builder.inttoptr(address, kind.as_pointer())
     for offset in offsets:
         where = builder.gep(where, [offset])
@@ -45,12 +45,12 @@ def _pointer(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type, *offsets: 
 
 def _spread(builder: ir.IRBuilder, value: ir.Value, kind: ir.VectorType) -> ir.Value:
     """One number in all places of a vector."""
-    one = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(_int, 0))
-    nowhere = ir.Constant(ir.VectorType(_int, kind.count), [0] * kind.count)
+    one = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(INT, 0))
+    nowhere = ir.Constant(ir.VectorType(INT, kind.count), [0] * kind.count)
     return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), nowhere)
 
 
-def _multiply_add(builder: ir.IRBuilder, kind: ir.VectorType, *values: ir.Value) -> ir.Value:
+def multiply_add(builder: ir.IRBuilder, kind: ir.VectorType, *values: ir.Value) -> ir.Value:
     function = ir.FunctionType(kind, [kind] * 3)
     fma = cgutils.get_or_insert_function(builder.module, function, f"llvm.fma.v{kind.count}f32")
     return builder.call(fma, values)
@@ -59,12 +59,12 @@ def _multiply_add(builder: ir.IRBuilder, kind: ir.VectorType, *values: ir.Value)
 def _fetch(builder: ir.IRBuilder, where: ir.Value) -> None:
     """Ask for a cache line that is read soon."""
     byte = _byte.as_pointer()
-    function = ir.FunctionType(ir.VoidType(), [byte, _int, _int, _int])
+    function = ir.FunctionType(ir.VoidType(), [byte, INT, INT, INT])
     prefetch = builder.module.declare_intrinsic("llvm.prefetch", (byte,), function)
-    builder.call(prefetch, [builder.bitcast(where, byte), *(ir.Constant(_int, how) for how in (0, 3, 1))])
+    builder.call(prefetch, [builder.bitcast(where, byte), *(ir.Constant(INT, how) for how in (0, 3, 1))])
 
 
-def _counted(builder: ir.IRBuilder, first: ir.Value, last: ir.Value, carried: list[ir.Value], body) -> list[ir.Value]:
+def counted(builder: ir.IRBuilder, first: ir.Value, last: ir.Value, carried: list[ir.Value], body) -> list[ir.Value]:
     """A loop over [first, last), which holds something: `body(index, carried)` gives what the next turn carries."""
     before = builder.basic_block
     loop, end = builder.append_basic_block("loop"), builder.append_basic_block("end")
@@ -74,7 +74,7 @@ def _counted(builder: ir.IRBuilder, first: ir.Value, last: ir.Value, carried: li
     index.add_incoming(first, before)
     now = [builder.phi(value.type) for value in carried]
     after = body(index, now)
-    following = builder.add(index, _number(1))
+    following = builder.add(index, number(1))
     index.add_incoming(following, builder.basic_block)
     for phi, start, value in zip(now, carried, after, strict=True):
         phi.add_incoming(start, before)
@@ -90,14 +90,14 @@ def _counted(builder: ir.IRBuilder, first: ir.Value, last: ir.Value, carried: li
 def _weights(builder: ir.IRBuilder, form: int, where: ir.Value) -> ir.Value:
     """A vector of weights, as what they stand for."""
     if form == FLOAT:
-        return builder.load(builder.bitcast(where, _vector.as_pointer()), align=4)
+        return builder.load(builder.bitcast(where, VECTOR.as_pointer()), align=4)
     kept = ir.VectorType(_half if form == BFLOAT16 else _byte, LANES)
-    wide = ir.VectorType(_int, LANES)
+    wide = ir.VectorType(INT, LANES)
     loaded = builder.load(builder.bitcast(where, kept.as_pointer()), align=1)
     if form == INT8:
-        return builder.sitofp(builder.sext(loaded, wide), _vector)
+        return builder.sitofp(builder.sext(loaded, wide), VECTOR)
     shift = ir.Constant(wide, [16] * LANES)
-    return builder.bitcast(builder.shl(builder.zext(loaded, wide), shift), _vector)
+    return builder.bitcast(builder.shl(builder.zext(loaded, wide), shift), VECTOR)
 
 
 @intrinsic(prefer_literal=True)
@@ -112,23 +112,23 @@ def panel_product(typing, x, row, column, weights, panel, out, outputs, rows, fi
     ahead: from where weights are asked for that are needed later, `step` bytes for each input; form: a constant
     """
     form = form.literal_value
-    element = {FLOAT: _float, BFLOAT16: _half, INT8: _byte}[form]
+    element = {FLOAT: FLOAT32, BFLOAT16: _half, INT8: _byte}[form]
 
     def generate(context, builder, signature, arguments):
         x, row, column, weights, panel, out, outputs, rows, first, last, fresh, ahead, step, _ = arguments
-        zero = ir.Constant(_vector, [0.0] * LANES)
-        anew = builder.icmp_signed("!=", fresh, _number(0))
+        zero = ir.Constant(VECTOR, [0.0] * LANES)
+        anew = builder.icmp_signed("!=", fresh, number(0))
         done = builder.append_basic_block("done")
         choice = builder.switch(rows, done)
         for count in range(1, MOST_ROWS + 1):
             case = builder.append_basic_block(f"rows{count}")
-            choice.add_case(_number(count), case)
+            choice.add_case(number(count), case)
             builder.position_at_end(case)
-            xs = [_pointer(builder, x, _float, builder.mul(row, _number(at))) for at in range(count)]
+            xs = [pointer(builder, x, FLOAT32, builder.mul(row, number(at))) for at in range(count)]
             places = [
                 builder.bitcast(
-                    _pointer(builder, out, _float, builder.mul(outputs, _number(at)), _number(part * LANES)),
-                    _vector.as_pointer(),
+                    pointer(builder, out, FLOAT32, builder.mul(outputs, number(at)), number(part * LANES)),
+                    VECTOR.as_pointer(),
                 )
                 for at in range(count)
                 for part in range(2)
@@ -136,22 +136,22 @@ def panel_product(typing, x, row, column, weights, panel, out, outputs, rows, fi
             sums = [builder.select(anew, zero, builder.load(place, align=4)) for place in places]
 
             def add(index, sums, xs=xs):
-                soon = _pointer(builder, ahead, _byte, builder.mul(index, step))
+                soon = pointer(builder, ahead, _byte, builder.mul(index, step))
                 _fetch(builder, soon)
-                _fetch(builder, builder.gep(soon, [builder.ashr(step, _number(1))]))
-                where = _pointer(builder, weights, element, builder.mul(index, panel))
-                parts = [_weights(builder, form, builder.gep(where, [_number(part * LANES)])) for part in range(2)]
+                _fetch(builder, builder.gep(soon, [builder.ashr(step, number(1))]))
+                where = pointer(builder, weights, element, builder.mul(index, panel))
+                parts = [_weights(builder, form, builder.gep(where, [number(part * LANES)])) for part in range(2)]
                 more = []
                 for start, *totals in zip(xs, sums[::2], sums[1::2], strict=True):
                     where = builder.gep(start, [builder.mul(index, column)])
-                    value = _spread(builder, builder.load(where), _vector)
+                    value = _spread(builder, builder.load(where), VECTOR)
                     more += [
-                        _multiply_add(builder, _vector, value, part, total)
+                        multiply_add(builder, VECTOR, value, part, total)
                         for part, total in zip(parts, totals, strict=True)
                     ]
                 return more
 
-            for place, total in zip(places, _counted(builder, first, last, sums, add), strict=True):
+            for place, total in zip(places, counted(builder, first, last, sums, add), strict=True):
                 builder.store(total, place, align=4)
             builder.branch(done)
         builder.position_at_end(done)
@@ -164,7 +164,7 @@ def panel_product(typing, x, row, column, weights, panel, out, outputs, rows, fi
 
 
 def _row(builder: ir.IRBuilder, kind: ir.VectorType, address: ir.Value, index: ir.Value, stride: ir.Value) -> ir.Value:
-    return builder.bitcast(_pointer(builder, address, _float, builder.mul(index, stride)), kind.as_pointer())
+    return builder.bitcast(pointer(builder, address, FLOAT32, builder.mul(index, stride)), kind.as_pointer())
 
 
 def _token(
@@ -172,17 +172,17 @@ def _token(
     stride: ir.Value, ahead: ir.Value,
 ) -> ir.Value:  # fmt: skip
     """The vector of one token, after asking for `ahead` cache lines of a later one."""
-    later = builder.add(index, _number(_AHEAD_TOKENS))
+    later = builder.add(index, number(_AHEAD_TOKENS))
     later = builder.select(builder.icmp_signed("<", later, last), later, index)
-    soon = builder.load(_pointer(builder, slots, _long, later))
-    soon = _pointer(builder, kept, _float, builder.mul(soon, stride))
+    soon = builder.load(pointer(builder, slots, _long, later))
+    soon = pointer(builder, kept, FLOAT32, builder.mul(soon, stride))
 
     def ask(line, carried):
-        _fetch(builder, builder.gep(soon, [builder.mul(line, _number(LINE))]))
+        _fetch(builder, builder.gep(soon, [builder.mul(line, number(LINE))]))
         return carried
 
-    _counted(builder, _number(0), ahead, [], ask)
-    slot = builder.load(_pointer(builder, slots, _long, index))
+    counted(builder, number(0), ahead, [], ask)
+    slot = builder.load(pointer(builder, slots, _long, index))
     return builder.load(_row(builder, kind, kept, slot, stride), align=4)
 
 
@@ -200,25 +200,25 @@ def token_scores(typing, query, keys, slots, count, stride, out, room, ahead, si
     ahead: cache lines to ask for of each token; size, heads: constants
     """
     size, heads = size.literal_value, heads.literal_value
-    kind = ir.VectorType(_float, size)
+    kind = ir.VectorType(FLOAT32, size)
 
     def generate(context, builder, signature, arguments):
         query, keys, slots, count, stride, out, room, ahead, *_ = arguments
-        function = ir.FunctionType(_float, [_float, kind])
+        function = ir.FunctionType(FLOAT32, [FLOAT32, kind])
         total = cgutils.get_or_insert_function(builder.module, function, f"llvm.vector.reduce.fadd.v{size}f32")
         for group in _groups(size, heads):
-            queries = [builder.load(_row(builder, kind, query, _number(one), _number(size)), align=4) for one in group]
+            queries = [builder.load(_row(builder, kind, query, number(one), number(size)), align=4) for one in group]
 
             def look(index, carried, group=group, queries=queries):
                 key = _token(builder, kind, keys, slots, index, count, stride, ahead)
                 for one, values in zip(group, queries, strict=True):
                     product = builder.fmul(values, key)
-                    score = builder.call(total, [ir.Constant(_float, -0.0), product], fastmath=("reassoc",))
-                    place = builder.add(builder.mul(room, _number(one)), index)
-                    builder.store(score, _pointer(builder, out, _float, place))
+                    score = builder.call(total, [ir.Constant(FLOAT32, -0.0), product], fastmath=("reassoc",))
+                    place = builder.add(builder.mul(room, number(one)), index)
+                    builder.store(score, pointer(builder, out, FLOAT32, place))
                 return carried
 
-            _counted(builder, _number(0), count, [], look)
+            counted(builder, number(0), count, [], look)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 10), generate
@@ -228,7 +228,7 @@ def token_scores(typing, query, keys, slots, count, stride, out, room, ahead, si
 def token_mix(typing, weights, values, slots, count, stride, out, room, ahead, size, heads):
     """Sums of the values of some tokens by the weights [heads, room] of each query. out: [heads, size]; else as above"""
     size, heads = size.literal_value, heads.literal_value
-    kind = ir.VectorType(_float, size)
+    kind = ir.VectorType(FLOAT32, size)
 
     def generate(context, builder, signature, arguments):
         weights, values, slots, count, stride, out, room, ahead, *_ = arguments
@@ -238,62 +238,17 @@ def token_mix(typing, weights, values, slots, count, stride, out, room, ahead, s
                 value = _token(builder, kind, values, slots, index, count, stride, ahead)
                 more = []
                 for one, total in zip(group, sums, strict=True):
-                    place = builder.add(builder.mul(room, _number(one)), index)
-                    weight = builder.load(_pointer(builder, weights, _float, place))
-                    more.append(_multiply_add(builder, kind, _spread(builder, weight, kind), value, total))
+                    place = builder.add(builder.mul(room, number(one)), index)
+                    weight = builder.load(pointer(builder, weights, FLOAT32, place))
+                    more.append(multiply_add(builder, kind, _spread(builder, weight, kind), value, total))
                 return more
 
             zeros = [ir.Constant(kind, [0.0] * size)] * len(group)
-            for one, total in zip(group, _counted(builder, _number(0), count, zeros, add), strict=True):
-                builder.store(total, _row(builder, kind, out, _number(one), _number(size)), align=4)
+            for one, total in zip(group, counted(builder, number(0), count, zeros, add), strict=True):
+                builder.store(total, _row(builder, kind, out, number(one), number(size)), align=4)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 10), generate
-
-
-# --------------------------------------------------------------------------------------------------------- activation
-
-
-@intrinsic
-def tanh_in_place(typing, address, count):
-    """1 - 2 / (exp(2x) + 1), to 2e-7, of `count` floats, a multiple of LANES: exp as 2^n times a polynomial (Cephes, Moshier
-    1989)."""
-
-    def generate(context, builder, signature, arguments):
-        address, count = arguments
-        whole = ir.VectorType(_int, LANES)
-
-        def number(value):
-            return ir.Constant(_vector, [value] * LANES)
-
-        def held(x, bound, how):
-            return builder.select(builder.fcmp_ordered(how, x, number(bound)), number(bound), x)
-
-        def run(index, carried):
-            place = _pointer(builder, address, _float, builder.mul(index, _number(LANES)))
-            place = builder.bitcast(place, _vector.as_pointer())
-            x = held(held(builder.load(place, align=4), -10.0, "<"), 10.0, ">")
-            x = builder.fadd(x, x)
-            floor = cgutils.get_or_insert_function(
-                builder.module, ir.FunctionType(_vector, [_vector]), f"llvm.floor.v{LANES}f32"
-            )
-            n = builder.call(floor, [_multiply_add(builder, _vector, x, number(1.44269504088896341), number(0.5))])
-            r = _multiply_add(builder, _vector, n, number(-0.693359375), x)
-            r = _multiply_add(builder, _vector, n, number(2.12194440e-4), r)
-            p = number(1.9875691500e-4)
-            for term in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
-                p = _multiply_add(builder, _vector, p, r, number(term))
-            p = _multiply_add(builder, _vector, p, builder.fmul(r, r), builder.fadd(r, number(1.0)))
-            bits = builder.add(builder.fptosi(n, whole), ir.Constant(whole, [127] * LANES))
-            power = builder.bitcast(builder.shl(bits, ir.Constant(whole, [23] * LANES)), _vector)
-            below = _multiply_add(builder, _vector, p, power, number(1.0))
-            builder.store(builder.fsub(number(1.0), builder.fdiv(number(2.0), below)), place, align=4)
-            return carried
-
-        _counted(builder, _number(0), builder.sdiv(count, _number(LANES)), [], run)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
 
 
 # --------------------------------------------------------------------------------------------------- calls by address
@@ -325,7 +280,7 @@ def call(typing, address, numbers):
 @intrinsic
 def float_of_bits(typing, bits):
     def generate(context, builder, signature, arguments):
-        return builder.bitcast(arguments[0], _float)
+        return builder.bitcast(arguments[0], FLOAT32)
 
     return types.float32(types.int32), generate
 
@@ -335,7 +290,7 @@ def floats_at(typing, address):
     """A pointer for `carray`."""
 
     def generate(context, builder, signature, arguments):
-        return builder.inttoptr(arguments[0], _float.as_pointer())
+        return builder.inttoptr(arguments[0], FLOAT32.as_pointer())
 
     return types.CPointer(types.float32)(types.int64), generate
 
@@ -355,7 +310,7 @@ def read_word(typing, address):
     """What another thread wrote, and with it all that it wrote before."""
 
     def generate(context, builder, signature, arguments):
-        return builder.load_atomic(_pointer(builder, arguments[0], _long), "acquire", 8)
+        return builder.load_atomic(pointer(builder, arguments[0], _long), "acquire", 8)
 
     return types.int64(types.int64), generate
 
@@ -365,7 +320,7 @@ def write_word(typing, address, value):
     """Let other threads see it, and all that was written before."""
 
     def generate(context, builder, signature, arguments):
-        builder.store_atomic(arguments[1], _pointer(builder, arguments[0], _long), "release", 8)
+        builder.store_atomic(arguments[1], pointer(builder, arguments[0], _long), "release", 8)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), generate
@@ -374,7 +329,7 @@ def write_word(typing, address, value):
 @intrinsic
 def add_to_word(typing, address, value):
     def generate(context, builder, signature, arguments):
-        builder.atomic_rmw("add", _pointer(builder, arguments[0], _long), arguments[1], "acq_rel")
+        builder.atomic_rmw("add", pointer(builder, arguments[0], _long), arguments[1], "acq_rel")
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), generate
@@ -385,7 +340,7 @@ def replace_word(typing, address, expected, value):
     """Whether the word was as expected, and now is `value`."""
 
     def generate(context, builder, signature, arguments):
-        where = _pointer(builder, arguments[0], _long)
+        where = pointer(builder, arguments[0], _long)
         got = builder.cmpxchg(where, arguments[1], arguments[2], "acq_rel", "acquire")
         return builder.extract_value(got, 1)
 
@@ -397,7 +352,7 @@ def give_way(typing):
     """Let whoever waits for this core have it."""
 
     def generate(context, builder, signature, arguments):
-        function = ir.FunctionType(_int, [])
+        function = ir.FunctionType(INT, [])
         builder.call(cgutils.get_or_insert_function(builder.module, function, "sched_yield"), [])
         return context.get_dummy_value()
 

@@ -55,6 +55,11 @@ def distribution_of(spec: ActionSpec, squash: bool = False) -> Distribution:
     return Categorical(spec) if not spec.shape else MultiCategorical(spec)
 
 
+def gumbel(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Added to logits, the largest is a sample. From uniform numbers, whose logarithms cost a quarter of exponential ones."""
+    return torch.empty(shape, device=generator.device).uniform_(generator=generator).log_().neg_().log_().neg_()
+
+
 class Categorical:
     """One whole number: outputs [..., n] are logits, actions [...] int64 from 0 on."""
 
@@ -62,8 +67,8 @@ class Categorical:
         (self.size,), (self.start,) = spec.sizes, spec.starts
 
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """[..., n] minus the log of exponential variates: added to logits, the largest is a sample (the Gumbel trick)."""
-        return torch.empty(*shape, self.size, device=generator.device).exponential_(generator=generator).log_().neg_()
+        """[..., n] Gumbel variates."""
+        return gumbel((*shape, self.size), generator)
 
     def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
         return (outputs + noise).argmax(-1)
@@ -94,7 +99,7 @@ class MultiCategorical:
         self.starts = np.array(spec.starts, np.int64).reshape(spec.shape)
 
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        return torch.empty(*shape, self.size, device=generator.device).exponential_(generator=generator).log_().neg_()
+        return gumbel((*shape, self.size), generator)
 
     def sample(self, outputs: Tensor, noise: Tensor) -> Tensor:
         return self.mode(outputs + noise)

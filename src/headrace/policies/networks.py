@@ -200,6 +200,11 @@ class Encoder(nn.Module):
     def forward(self, observations: Leaves) -> Tensor:
         return self.layers(self.inputs(observations))
 
+    def headed(self, observations: Leaves, head: nn.Linear) -> Tensor:
+        """`head` of the features, in one call where the layers are compiled."""
+        inputs = self.inputs(observations)
+        return self.layers.headed(inputs, head) if hasattr(self.layers, "headed") else head(self.layers(inputs))
+
 
 class PolicyNetwork(nn.Module):
     """`outputs` numbers for the policy head, and a value, from leaves.
@@ -250,19 +255,23 @@ class PolicyNetwork(nn.Module):
 
     def act(self, observations: Leaves, state: State) -> tuple[Tensor, State]:
         """[B, outputs] and the state after this step. No value is computed."""
+        if self.core is None:
+            return self._with_spread(self.encoder.headed(observations, self.policy_head)), state
         features, state = self._remember(self.encoder(observations), state)
         return self._outputs(features), state
 
     def evaluate(self, observations: Leaves) -> tuple[Tensor, Tensor]:
         """[B, outputs], [B] values of a network without a memory."""
+        if self.value_encoder is not None:
+            outputs = self._with_spread(self.encoder.headed(observations, self.policy_head))
+            return outputs, self.values(observations)
         features = self.encoder(observations)
-        return self._outputs(features), self._value(features, observations)
+        return self._outputs(features), self.value_head(features)[:, 0]
 
     def values(self, observations: Leaves) -> Tensor:
         """[B] values alone."""
-        if self.value_encoder is not None:
-            return self.value_head(self.value_encoder(observations))[:, 0]
-        return self.value_head(self.encoder(observations))[:, 0]
+        encoder = self.encoder if self.value_encoder is None else self.value_encoder
+        return encoder.headed(observations, self.value_head)[:, 0]
 
     def unroll(self, observations: Leaves, resets: Tensor, state: State) -> tuple[Tensor, Tensor, list[State]]:
         """Leaves [T, B, ...], resets [T, B] -> outputs [T, B, P], values [T, B], and the state after each step."""
@@ -304,14 +313,10 @@ class PolicyNetwork(nn.Module):
         return h, {"h": h}
 
     def _outputs(self, features: Tensor) -> Tensor:
-        outputs = self.policy_head(features)
-        if self.log_std is None:
-            return outputs
-        return torch.cat([outputs, self.log_std.expand_as(outputs)], -1)
+        return self._with_spread(self.policy_head(features))
 
-    def _value(self, features: Tensor, observations: Leaves) -> Tensor:
-        own = features if self.value_encoder is None else self.value_encoder(observations)
-        return self.value_head(own)[:, 0]
+    def _with_spread(self, outputs: Tensor) -> Tensor:
+        return outputs if self.log_std is None else torch.cat([outputs, self.log_std.expand_as(outputs)], -1)
 
 
 class UserNetwork(nn.Module):

@@ -8,25 +8,14 @@ import torch
 from numba import carray, njit
 from torch import Tensor, nn
 
+from headrace.policies.activations import RELU, TANH, relu_in_place, set_rows, tanh_in_place
 from headrace.policies.dense import Dense
-from headrace.vectors import FLOAT, MOST_ROWS, OPTIONS, PANEL, call, compiled, floats_at, panel_product, tanh_in_place
+from headrace.vectors import FLOAT, MOST_ROWS, OPTIONS, PANEL, call, compiled, floats_at, panel_product
 
 LOOPS = {"nogil": True, **OPTIONS}
-ACTIVATIONS = {"tanh": 0, "relu": 1}
+ACTIVATIONS = {"tanh": TANH, "relu": RELU}
 ROWS = MOST_ROWS * 18
 """Rows that go through all layers together."""
-_f = np.float32
-
-
-@njit(inline="always", **LOOPS)
-def _activate(address, count, activation):
-    if activation == 0:
-        tanh_in_place(address, count)
-    else:
-        values = carray(floats_at(address), count)
-        for j in range(count):
-            values[j] = _f(0.0) if values[j] < _f(0.0) else values[j]
-
 
 @compiled(9)
 def times(x, row, column, weights, out, rows, inputs, outputs, fresh):
@@ -43,6 +32,28 @@ def times(x, row, column, weights, out, rows, inputs, outputs, fresh):
                 x + 4 * first * row, row, column, where, outputs, out + 4 * (first * outputs + at), outputs, count, 0,
                 inputs, fresh, where, 0, FLOAT,
             )  # fmt: skip
+
+
+@compiled(8)
+def dense(x, weights, bias, out, rows, inputs, outputs, activation):
+    """out [rows, outputs] = activation(x weights + bias). Addresses; x: [rows, inputs]; weights: [inputs, outputs]
+
+    So many rows at a time that what is made of them is still at hand for the activation.
+    """
+    blocks = -(-rows // MOST_ROWS)
+    for block in range(blocks):
+        first = rows * block // blocks
+        count, start, here = rows * (block + 1) // blocks - first, x + 4 * first * inputs, out + 4 * first * outputs
+        set_rows(here, bias, count, outputs)
+        for at in range(0, outputs, PANEL):
+            where = weights + 4 * at
+            panel_product(
+                start, inputs, 1, where, outputs, here + 4 * at, outputs, count, 0, inputs, 0, where, 0, FLOAT
+            )
+        if activation == TANH:
+            tanh_in_place(here, count * outputs)
+        else:
+            relu_in_place(here, count * outputs)
 
 
 @njit(**LOOPS)
@@ -68,37 +79,54 @@ def turned(parameters, widths, weights):
 
 
 @njit(**LOOPS)
-def forward(x, rows, widths, weights, biases, activation, made, product):
+def forward(x, rows, widths, weights, biases, activation, made, layer):
     """Of each layer the results [rows, outputs], one layer after another.
 
     x: address of [rows, widths[0]]; widths: [layers + 1]; weights: [inputs, outputs] of all layers (`turned`)
-    biases: [layers] addresses; made: address; product: address of `times`
+    biases: [layers] addresses; made: address; layer: address of `dense`
     """
-    for first in range(0, rows, ROWS):
-        count = min(ROWS, rows - first)
-        source, w, out = x + 4 * first * widths[0], weights.ctypes.data, made
-        for layer in range(biases.shape[0]):
-            inputs, outputs = widths[layer], widths[layer + 1]
-            here = out + 4 * first * outputs
-            bias = carray(floats_at(biases[layer]), outputs)
-            begun = carray(floats_at(here), (count, outputs))
-            for i in range(count):
-                for j in range(outputs):
-                    begun[i, j] = bias[j]
-            call(product, (source, inputs, 1, w, here, count, inputs, outputs, 0))
-            _activate(here, count * outputs, activation)
-            source, w, out = here, w + 4 * inputs * outputs, out + 4 * rows * outputs
+    w = weights.ctypes.data
+    for index in range(biases.shape[0]):
+        inputs, outputs = widths[index], widths[index + 1]
+        call(layer, (x, w, biases[index], made, rows, inputs, outputs, activation))
+        x, w, made = made, w + 4 * inputs * outputs, made + 4 * rows * outputs
 
 
 @njit(**LOOPS)
-def _run(x, rows, widths, weights, biases, activation, made, product):
+def head(features, weight, bias, out):
+    """out [N, outputs] of [N, features]; weight: [outputs, features]"""
+    for i in range(features.shape[0]):
+        for k in range(out.shape[1]):
+            total = bias[k]
+            for j in range(features.shape[1]):
+                total += features[i, j] * weight[k, j]
+            out[i, k] = total
+
+
+@njit(**LOOPS)
+def _run(x, rows, widths, weights, biases, activation, weight, bias, outs, out, layer):
+    """The last layer's results [rows, width] into `out`, or with a head (`outs` of its outputs; addresses) its [rows, outs]."""
     straight = np.empty(size_of(widths), np.float32)
     turned(straight, widths, weights)
-    forward(x, rows, widths, straight, biases, activation, made, product)
+    layers = weights.shape[0]
+    inputs, width = widths[0], widths[layers]
+    made = np.empty(min(rows, ROWS) * widths[1:].sum(), np.float32)
+    for first in range(0, rows, ROWS):
+        count = min(ROWS, rows - first)
+        forward(x + 4 * first * inputs, count, widths, straight, biases, activation, made.ctypes.data, layer)
+        end = count * widths[1:].sum()
+        features = made[end - count * width : end].reshape(count, width)
+        if outs:
+            head(
+                features, carray(floats_at(weight), (outs, width)), carray(floats_at(bias), outs),
+                carray(floats_at(out + 4 * first * outs), (count, outs)),
+            )  # fmt: skip
+        else:
+            carray(floats_at(out + 4 * first * width), (count, width))[:] = features
 
 
 _none = np.zeros(0, np.int64)
-_run(0, 0, np.zeros(1, np.int64), _none, _none, 0, 0, times.address)  # what cannot be compiled is known at the import
+_run(0, 0, np.zeros(1, np.int64), _none, _none, 0, 0, 0, 0, 0, dense.address)  # what cannot be compiled is known at the import
 
 
 class Tower(nn.Sequential):
@@ -113,14 +141,22 @@ class Tower(nn.Sequential):
         """All tanh or all relu, and as wide as whole vectors."""
 
     def forward(self, values: Tensor) -> Tensor:
-        if not (self.compiled and values.dim() == 2 and values.shape[1] == self.widths[0] and self._here(values)):
-            return super().forward(values)
+        return self._run(values, None) if self._here(values) else super().forward(values)
+
+    def headed(self, values: Tensor, head: nn.Linear) -> Tensor:
+        """`head` of the last layer's results, in the same call."""
+        return self._run(values, head) if self._here(values) else head(super().forward(values))
+
+    def _run(self, values: Tensor, head: nn.Linear | None) -> Tensor:
         rows, values = values.shape[0], values.contiguous()
-        made = values.new_empty(rows * int(self.widths[1:].sum()))
-        weights, biases = self.addresses()
-        _run(values.data_ptr(), rows, self.widths, weights, biases, self.activation, made.data_ptr(), times.address)
-        width = int(self.widths[-1])
-        return made[made.numel() - rows * width :].view(rows, width)
+        outs = 0 if head is None else head.out_features
+        out = values.new_empty(rows, outs or int(self.widths[-1]))
+        weight, bias = (0, 0) if head is None else (head.weight.data_ptr(), head.bias.data_ptr())
+        _run(
+            values.data_ptr(), rows, self.widths, *self.addresses(), self.activation, weight, bias, outs, out.data_ptr(),
+            dense.address,
+        )  # fmt: skip
+        return out
 
     def addresses(self) -> tuple[np.ndarray, np.ndarray]:
         """[layers] of weights, and of biases."""
@@ -130,7 +166,9 @@ class Tower(nn.Sequential):
         )
 
     def _here(self, values: Tensor) -> bool:
-        """Whether memory is this processor's, of float32, and no gradient is wanted."""
+        """Whether the call can be made: on memory of this processor, of float32, and without a gradient."""
+        if not (self.compiled and values.dim() == 2 and values.shape[1] == self.widths[0]):
+            return False
         both = (values, self[0].weight)
         if torch.is_grad_enabled() and any(one.requires_grad for one in both):
             return False

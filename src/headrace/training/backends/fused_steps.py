@@ -14,9 +14,10 @@ import torch
 from numba import carray, njit
 from torch import Tensor
 
+from headrace.policies.activations import pass_back
 from headrace.policies.distributions import Categorical
 from headrace.policies.networks import PolicyNetwork
-from headrace.policies.tower import LOOPS, ROWS, Tower, forward, size_of, times, turned
+from headrace.policies.tower import LOOPS, ROWS, Tower, dense, forward, head, size_of, times, turned
 from headrace.training.backends.step_rows import Part, Rows
 from headrace.training.config import AlgorithmConfig
 from headrace.training.losses import MAX_LOG_RATIO
@@ -39,13 +40,7 @@ def _backward(x, rows, widths, weights, activation, made, due, for_weights, for_
     for layer in range(layers - 1, -1, -1):
         inputs, outputs = widths[layer], widths[layer + 1]
         w_end, b_end, m_end = w_end - inputs * outputs, b_end - outputs, m_end - rows * outputs
-        values, inner = carray(floats_at(made + 4 * m_end), (rows, outputs)), carray(floats_at(source), (rows, outputs))
-        for i in range(rows):
-            for j in range(outputs):
-                value = values[i, j]
-                slope = _f(1.0) - value * value if activation == 0 else (_f(1.0) if value > _f(0.0) else _f(0.0))
-                inner[i, j] *= slope
-                for_biases[b_end + j] += inner[i, j]
+        pass_back(source, made + 4 * m_end, for_biases.ctypes.data + 4 * b_end, rows, outputs, activation)
         below = x if layer == 0 else made + 4 * (m_end - rows * inputs)
         call(product, (below, 1, inputs, source, for_weights.ctypes.data + 4 * w_end, inputs, rows, outputs, 0))
         if layer:
@@ -54,25 +49,15 @@ def _backward(x, rows, widths, weights, activation, made, due, for_weights, for_
 
 
 @njit(**LOOPS)
-def _head(features, weight, bias, out):
-    for i in range(features.shape[0]):
-        for k in range(out.shape[1]):
-            total = bias[k]
-            for j in range(features.shape[1]):
-                total += features[i, j] * weight[k, j]
-            out[i, k] = total
-
-
-@njit(**LOOPS)
-def _head_backward(features, weight, due, for_weight, for_bias, for_features):
-    """Add to the gradients of all three."""
-    for i in range(features.shape[0]):
-        for k in range(due.shape[1]):
-            amount = due[i, k]
-            for_bias[k] += amount
-            for j in range(features.shape[1]):
-                for_weight[k, j] += amount * features[i, j]
-                for_features[i, j] += amount * weight[k, j]
+def _head_backward(features, width, weight, due, for_weight, for_bias, for_features, fresh, product):
+    """Add to the gradients of weight, bias and features, addresses all of them, those of the features anew if `fresh`."""
+    rows, outputs = due.shape
+    for i in range(rows):
+        for k in range(outputs):
+            for_bias[k] += due[i, k]
+    start = due.ctypes.data
+    call(product, (start, 1, outputs, features, for_weight, outputs, rows, width, 0))
+    call(product, (start, outputs, 1, weight, for_features, rows, outputs, width, fresh))
 
 
 @njit(**LOOPS)
@@ -82,6 +67,7 @@ def _losses(outputs, values, actions, behavior, advantages, targets, old_values,
     scale of advantages, count, mean and deviation of the value head's unit"""
     clip, value_clip, value_coef, entropy_coef = how[1], how[2], how[3], how[4]
     share, mean, std = _f(1.0) / how[7], how[8], how[9]
+    chances = np.empty(outputs.shape[1], np.float32)
     for i in range(outputs.shape[0]):
         r = index[i]
         if weights[r] <= _f(0.0):
@@ -93,12 +79,14 @@ def _losses(outputs, values, actions, behavior, advantages, targets, old_values,
             most = outputs[i, k] if outputs[i, k] > most else most
         total = _f(0.0)
         for k in range(outputs.shape[1]):
-            total += np.exp(outputs[i, k] - most)
+            chances[k] = np.exp(outputs[i, k] - most)
+            total += chances[k]
         level = most + np.log(total)
         entropy = _f(0.0)
         for k in range(outputs.shape[1]):
             outputs[i, k] -= level
-            entropy -= np.exp(outputs[i, k]) * outputs[i, k]
+            chances[k] /= total
+            entropy -= chances[k] * outputs[i, k]
         logprob = outputs[i, actions[r]]
         advantage = (advantages[r] - how[5]) / how[6]
         log_ratio = logprob - behavior[r]
@@ -132,22 +120,21 @@ def _losses(outputs, values, actions, behavior, advantages, targets, old_values,
         found[6] = max(found[6], ratio)
         values[i, 0] = value_coef * slope * share
         for k in range(outputs.shape[1]):
-            chance = np.exp(outputs[i, k])
             taken = _f(1.0) if k == actions[r] else _f(0.0)
-            pull = due * (taken - chance) + entropy_coef * chance * (outputs[i, k] + entropy)
+            pull = due * (taken - chances[k]) + entropy_coef * chances[k] * (outputs[i, k] + entropy)
             outputs[i, k] = pull * share
 
 
 @njit(**LOOPS)
 def learn(
     x, index, widths, weights, biases, activation, value_widths, value_weights, value_biases, heads, actions, behavior, advantages,
-    targets, old_values, row_weights, how, grads, places, found, product,
+    targets, old_values, row_weights, how, grads, places, found, layer, product,
 ):  # fmt: skip
     """Add the gradient of a part's loss to `grads` [P], and its figures to `found`.
 
     x: [N, inputs] of all rows; index: [M] those of the part; of the policy's layers and the value's own (none if they share
     the policy's): widths, addresses of weights and biases; heads: addresses of the policy's weight and bias and of the value's; places: where in `grads` all of these
-    lie, in this order; product: address of `tower.times`
+    lie, in this order; layer, product: addresses of `tower.dense` and `tower.times`
     """
     layers, own = weights.shape[0], value_weights.shape[0]
     outs, features, inputs = heads[4], widths[layers], x.shape[1]
@@ -167,9 +154,7 @@ def learn(
     value_weight, value_bias = carray(floats_at(heads[2]), (1, value_features)), carray(floats_at(heads[3]), 1)
     base = grads.ctypes.data
     at = 2 * (layers + own)
-    for_policy_head = carray(floats_at(base + 4 * places[at]), (outs, features))
     for_policy_bias = carray(floats_at(base + 4 * places[at + 1]), outs)
-    for_value_head = carray(floats_at(base + 4 * places[at + 2]), (1, value_features))
     for_value_bias = carray(floats_at(base + 4 * places[at + 3]), 1)
     picked = np.empty((min(ROWS, index.shape[0]), inputs), np.float32)
     for first in range(0, index.shape[0], ROWS):
@@ -179,35 +164,35 @@ def learn(
             for j in range(inputs):
                 picked[i, j] = x[part[i], j]
         start = picked.ctypes.data
-        forward(start, rows, widths, straight, biases, activation, made.ctypes.data, product)
+        forward(start, rows, widths, straight, biases, activation, made.ctypes.data, layer)
         shown = made[rows * (for_biases.shape[0] - features) : rows * for_biases.shape[0]].reshape(rows, features)
         seen = shown
         if own:
-            forward(
-                start, rows, value_widths, value_straight, value_biases, activation, value_made.ctypes.data, product
-            )
+            forward(start, rows, value_widths, value_straight, value_biases, activation, value_made.ctypes.data, layer)
             end = rows * for_value_biases.shape[0]
             seen = value_made[end - rows * value_features : end].reshape(rows, value_features)
         outputs, values = np.empty((rows, outs), np.float32), np.empty((rows, 1), np.float32)
-        _head(shown, policy_weight, policy_bias, outputs)
-        _head(seen, value_weight, value_bias, values)
+        head(shown, policy_weight, policy_bias, outputs)
+        head(seen, value_weight, value_bias, values)
         _losses(outputs, values, actions, behavior, advantages, targets, old_values, row_weights, how, found, part)
-        due_room[:] = _f(0.0)
-        due = due_room[: rows * features].reshape(rows, features)
-        _head_backward(shown, policy_weight, outputs, for_policy_head, for_policy_bias, due)
+        due = due_room.ctypes.data
+        _head_backward(
+            shown.ctypes.data, features, heads[0], outputs, base + 4 * places[at], for_policy_bias, due, 1, product
+        )
         if not own:
-            _head_backward(seen, value_weight, values, for_value_head, for_value_bias, due)
+            _head_backward(
+                shown.ctypes.data, features, heads[2], values, base + 4 * places[at + 2], for_value_bias, due, 0, product
+            )
         _backward(
-            start, rows, widths, weights, activation, made.ctypes.data, due_room.ctypes.data, for_weights, for_biases,
-            room.ctypes.data, product,
-        )  # fmt: skip
+            start, rows, widths, weights, activation, made.ctypes.data, due, for_weights, for_biases, room.ctypes.data, product
+        )
         if own:
-            due_room[:] = _f(0.0)
-            due = due_room[: rows * value_features].reshape(rows, value_features)
-            _head_backward(seen, value_weight, values, for_value_head, for_value_bias, due)
+            _head_backward(
+                seen.ctypes.data, value_features, heads[2], values, base + 4 * places[at + 2], for_value_bias, due, 1, product
+            )
             _backward(
-                start, rows, value_widths, value_weights, activation, value_made.ctypes.data, due_room.ctypes.data,
-                for_value_weights, for_value_biases, room.ctypes.data, product,
+                start, rows, value_widths, value_weights, activation, value_made.ctypes.data, due, for_value_weights,
+                for_value_biases, room.ctypes.data, product,
             )  # fmt: skip
     _give(grads, places, 0, widths, layers, for_weights, for_biases)
     _give(grads, places, 2 * layers, value_widths, own, for_value_weights, for_value_biases)
@@ -303,7 +288,7 @@ class FusedSteps:
         learn(
             x, self._index(part), tower.widths, *tower.addresses(), tower.activation, *value,
             np.array([one.data_ptr() for head in heads for one in (head.weight, head.bias)] + [heads[0].out_features]),
-            *self._arrays[1:], how, grads.numpy(), self._places, found, times.address,
+            *self._arrays[1:], how, grads.numpy(), self._places, found, dense.address, times.address,
         )  # fmt: skip
         found[0] = found[1] + chosen.value_coef * found[2] - chosen.entropy_coef * found[3]
         return {
