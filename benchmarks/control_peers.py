@@ -46,14 +46,16 @@ def processor_seconds() -> float:
 
 
 class Marks:
-    """(wall, processor seconds, steps so far), and rates over what came after the first `warmup_s`."""
+    """(wall, processor seconds, steps so far), five a second at most, and rates over what came after the first `warmup_s`."""
 
     def __init__(self) -> None:
         self.began: float = time.perf_counter()
         self.seen: list[tuple[float, float, float]] = []
 
     def add(self, steps: float) -> None:
-        self.seen.append((time.perf_counter(), processor_seconds(), steps))
+        now = time.perf_counter()
+        if not self.seen or now - self.seen[-1][0] > 0.2:
+            self.seen.append((now, processor_seconds(), steps))
 
     def rates(self, warmup_s: float = 1.0) -> dict[str, float]:
         first = next(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
 
-from headrace.cores import WORTH_MEETING, Crew, threads_for, use_threads
+from headrace.cores import WORTH_MEETING, Crew, copy_beside, threads_for, use_threads, work_beside
 
 
 def test_a_part_that_fails_fails_the_whole_after_the_others_ended():
@@ -73,3 +74,30 @@ def test_small_passes_run_on_one_thread_and_what_the_caller_had_comes_back():
         assert torch.get_num_threads() == 2
     finally:
         use_threads(before)
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (5000, 999), (3, 700_000), (40, 17_000, 8)])
+def test_a_copy_beside_passes_is_whole_and_rests_only_while_they_run(shape, monkeypatch):
+    rests, busy = [], [True]
+    monkeypatch.setattr(time, "sleep", rests.append)
+    source = torch.randn(shape)
+
+    def beside():
+        work_beside(lambda: busy[0])
+        for _ in range(2):
+            made = torch.full(shape, 7.0)
+            copy_beside(made, source)
+            assert torch.equal(made, source)
+            counts.append(len(rests))
+            busy[0] = False
+
+    counts: list[int] = []
+    thread = threading.Thread(target=beside)
+    thread.start()
+    thread.join()
+    assert len(counts) == 2
+    assert counts[0] == counts[1], "it rested though nothing ran"
+    assert (counts[0] > 1) == (source.numel() > 1 << 20)
+    before = len(rests)
+    copy_beside(torch.zeros(shape), source)
+    assert len(rests) == before, "a thread that never stood back rested"

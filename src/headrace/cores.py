@@ -6,7 +6,10 @@ up all. Parts with rows of their own, on one thread each, meet once.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -19,6 +22,33 @@ WORTH_MEETING = 1 << 26
 """Multiplications of a pass (weights times rows) from which on threads that share each of its products save more than
 their meetings cost. Beside a process that holds a core, each meeting waits for the scheduler: a small pass then takes
 thirty times as long as on one thread."""
+
+
+_PIECE = 1 << 20
+"""Numbers that are copied between two rests."""
+_thread = threading.local()
+
+
+def work_beside(busy: Callable[[], bool]) -> None:
+    """Let the calling thread stand back behind passes: a lower priority, and in `copy_beside` rests while they are `busy`. A
+    pass that shares its cores takes twice as long otherwise, as its steps wait for whichever thread was held up."""
+    _thread.busy = busy
+    with contextlib.suppress(OSError, AttributeError):  # threads have priorities of their own on Linux alone
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + 5)
+
+
+def copy_beside(into: torch.Tensor, source: torch.Tensor) -> None:
+    """into = source. A thread that works beside passes does so in pieces, and rests after each for as long as it took."""
+    busy = getattr(_thread, "busy", None)
+    if busy is None or into.numel() <= _PIECE // 4:
+        into.copy_(source)
+        return
+    rows = max(1, _PIECE * into.shape[0] // into.numel())
+    for first in range(0, into.shape[0], rows):
+        began = time.perf_counter()
+        into[first : first + rows].copy_(source[first : first + rows])
+        if busy():
+            time.sleep(time.perf_counter() - began)
 
 
 @contextmanager

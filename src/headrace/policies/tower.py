@@ -17,6 +17,7 @@ ACTIVATIONS = {"tanh": TANH, "relu": RELU}
 ROWS = MOST_ROWS * 18
 """Rows that go through all layers together."""
 
+
 @compiled(9)
 def times(x, row, column, weights, out, rows, inputs, outputs, fresh):
     """out [rows, outputs] = x weights, or added to it if not `fresh`. Addresses; weights: [inputs, outputs]
@@ -126,7 +127,9 @@ def _run(x, rows, widths, weights, biases, activation, weight, bias, outs, out, 
 
 
 _none = np.zeros(0, np.int64)
-_run(0, 0, np.zeros(1, np.int64), _none, _none, 0, 0, 0, 0, 0, dense.address)  # what cannot be compiled is known at the import
+_run(
+    0, 0, np.zeros(1, np.int64), _none, _none, 0, 0, 0, 0, 0, dense.address
+)  # what cannot be compiled is known at the import
 
 
 class Tower(nn.Sequential):

@@ -20,6 +20,8 @@ READY, RESULT, ITEM, ERROR, EVENTS, CLOSED = 11, 12, 13, 14, 15, 16
 
 _HEADER = struct.Struct("<BQQ")  # kind, call id, bytes that follow
 _JOIN_BYTES, _JOIN_S = 1 << 16, 5e-3
+READ_AHEAD_BYTES = 1 << 23
+"""What arrives before it is asked for: a batch of trajectories comes in one go."""
 
 
 def pack(value: Any) -> bytes:
@@ -45,12 +47,16 @@ class FrameWriter:
         loop = asyncio.get_running_loop()
         if not self._waiting:
             loop.call_soon(self.flush)
+        much = len(payload) >= _JOIN_BYTES
         self._waiting.append(_HEADER.pack(kind, call_id, len(payload)))
-        self._waiting.append(payload)
+        if not much:
+            self._waiting.append(payload)
         # Much at a time goes at once, so that who waits for the pipe to have room learns that it has none.
-        if len(payload) >= _JOIN_BYTES or loop.time() - self._written_at > _JOIN_S:
+        if much or loop.time() - self._written_at > _JOIN_S:
             self.flush()
             self._written_at = loop.time()
+        if much:
+            self.stream.write(payload)
 
     def flush(self) -> None:
         waiting, self._waiting = self._waiting, []

@@ -183,7 +183,7 @@ class ProcessProxy:
     # ----------------------------------------------------------------------------------------------- listening
 
     async def _connect(self, sock: socket.socket, start: WorkerStart) -> None:
-        reader, stream = await asyncio.open_connection(sock=sock)
+        reader, stream = await asyncio.open_connection(sock=sock, limit=frames.READ_AHEAD_BYTES)
         self._writer = frames.FrameWriter(stream)
         self._require_alive()
         ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()

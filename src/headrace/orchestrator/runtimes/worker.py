@@ -70,7 +70,7 @@ class _Worker:
         self.writer: frames.FrameWriter
 
     async def serve(self, sock: socket.socket) -> None:
-        reader, stream = await asyncio.open_connection(sock=sock)
+        reader, stream = await asyncio.open_connection(sock=sock, limit=frames.READ_AHEAD_BYTES)
         self.writer = frames.FrameWriter(stream)
         try:
             _, _, payload = await frames.read_frame(reader)

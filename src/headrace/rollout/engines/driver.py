@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import queue
 import threading
 from collections import deque
@@ -13,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-from headrace.cores import use_threads
+from headrace.cores import use_threads, work_beside
 from headrace.errors import HeadraceError, PartFailed
 from headrace.protocols import PauseMode, RunningPolicy
 from headrace.rollout.engines.core import Core
@@ -43,7 +42,8 @@ class EngineDriver:
         self._failure: Exception | None = None
         self._closed = False
         if not inline:
-            self._beside = ThreadPoolExecutor(1, f"{core.context.name}-weights", partial(_give_way, min(threads, 1)))
+            stand_back = partial(_stand_back, min(threads, 1), lambda: bool(core.running))
+            self._beside = ThreadPoolExecutor(1, f"{core.context.name}-weights", stand_back)
             self._thread = threading.Thread(target=self._work, name=f"{core.context.name}-passes", daemon=True)
             self._thread.start()
 
@@ -287,12 +287,10 @@ class EngineDriver:
                 wake()
 
 
-def _give_way(threads: int) -> None:
-    """Of the thread that prepares weights while passes go on: one core, or the products of both would wait for each other, and a
-    third of a pass's share of it, or requests would stand for more than a pass."""
+def _stand_back(threads: int, busy: Callable[[], bool]) -> None:
+    """Of the thread that prepares weights while passes go on: one core, or the products of both would wait for each other."""
     use_threads(threads)
-    with contextlib.suppress(OSError, AttributeError):  # threads have priorities of their own on Linux alone
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + 5)
+    work_beside(busy)
 
 
 def _resolve(future: asyncio.Future[None]) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headrace.cores import copy_beside
 from headrace.errors import ModelError
 
 _FALLBACK_CONTEXT = 2048
@@ -122,7 +123,7 @@ def copy_into(model: Any, tensors: Any) -> None:
     }
     check_fit(tensors, {name: tensor.shape for name, tensor in own.items()}, tied)
     for name, tensor in tensors.items():
-        own[name].copy_(tensor)
+        copy_beside(own[name], tensor)
 
 
 def named_weights(model: Any) -> Iterator[tuple[str, Any]]:

@@ -181,14 +181,40 @@ def learn(
         )
         if not own:
             _head_backward(
-                shown.ctypes.data, features, heads[2], values, base + 4 * places[at + 2], for_value_bias, due, 0, product
+                shown.ctypes.data,
+                features,
+                heads[2],
+                values,
+                base + 4 * places[at + 2],
+                for_value_bias,
+                due,
+                0,
+                product,
             )
         _backward(
-            start, rows, widths, weights, activation, made.ctypes.data, due, for_weights, for_biases, room.ctypes.data, product
+            start,
+            rows,
+            widths,
+            weights,
+            activation,
+            made.ctypes.data,
+            due,
+            for_weights,
+            for_biases,
+            room.ctypes.data,
+            product,
         )
         if own:
             _head_backward(
-                seen.ctypes.data, value_features, heads[2], values, base + 4 * places[at + 2], for_value_bias, due, 1, product
+                seen.ctypes.data,
+                value_features,
+                heads[2],
+                values,
+                base + 4 * places[at + 2],
+                for_value_bias,
+                due,
+                1,
+                product,
             )
             _backward(
                 start, rows, value_widths, value_weights, activation, value_made.ctypes.data, due, for_value_weights,

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from headrace.cores import copy_beside
 from headrace.rollout.engines.native import kernels
 from headrace.rollout.engines.native.linear import EVERY, Linear, relative_error, to_int8
 from headrace.rollout.engines.native.team import Team
@@ -44,7 +45,7 @@ class PanelLinear(Linear):
         shape = (whole + (left > 0), inputs, PANEL)
         fits = memory is not None and memory.shape == shape and memory.dtype == _TYPES[kind]
         self.panels = memory if fits else torch.zeros(shape, dtype=_TYPES[kind])
-        self.panels[:whole].copy_(source[: whole * PANEL].view(whole, PANEL, inputs).transpose(1, 2))
+        copy_beside(self.panels[:whole], source[: whole * PANEL].view(whole, PANEL, inputs).transpose(1, 2))
         if left:  # the last panel's other columns stay zero
             self.panels[whole, :, :left].copy_(source[whole * PANEL :].t())
         self._ends = [None if one is None else F.pad(one, (0, -self.outputs % PANEL)) for one in (self.scales, bias)]

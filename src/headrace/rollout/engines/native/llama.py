@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from headrace.cores import copy_beside
 from headrace.rollout.engines.models import check_fit
 from headrace.rollout.engines.native.attention import KeyValues, Pass, attend
 from headrace.rollout.engines.native.linear import FORMS, Linear
@@ -225,7 +226,7 @@ def build(
         weights.parts[names[0]] = [(name, part.shape[0]) for name, part in zip(names, found, strict=True)]
         at = 0
         for part in found:
-            memory[at : at + part.shape[0]].copy_(part)
+            copy_beside(memory[at : at + part.shape[0]], part)
             at += part.shape[0]
         return memory
 
