@@ -43,6 +43,7 @@ SCENARIOS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "vectorised": {
         "ppo_sync, 1 thread": ("headrace", {"preset": "ppo_sync", "words": ONCE, "threads": 1}),
         "ppo_sync, 2 threads": ("headrace", {"preset": "ppo_sync", "words": ONCE, "threads": 2}),
+        "ppo_sync overlapped": ("headrace", {"preset": "ppo_sync", "words": [*ONCE, "placement=separate"]}),
         "by hand, 1 thread": ("by_hand", {"threads": 1}),
         "by hand, 2 threads": ("by_hand", {"threads": 2}),
         "sample_factory, batched": ("sample_factory", {"batched": True}),
@@ -71,7 +72,9 @@ SCENARIOS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     },
 }  # fmt: skip
 RATIOS = {
-    "vectorised": [("ppo_sync", "by hand"), ("ppo_sync", "sample_factory")],
+    "vectorised": [
+        (own, peer) for own in ("ppo_sync", "ppo_sync overlapped") for peer in ("by hand", "sample_factory")
+    ],
     "plain": [
         (own, peer) for own in ("impala", "sample_factory here", "ppo_sync") for peer in ("sample_factory", "sb3")
     ],
@@ -146,6 +149,7 @@ def make_sleeping(alpha: float = 1.2):
 
 ARCHITECTURES = {
     "ppo_sync": ("ppo_sync", ONCE),
+    "ppo_sync overlapped": ("ppo_sync", [*ONCE, "placement=separate"]),
     "tensor_sim": ("tensor_sim", ONCE),
     "ppo_sync, plain": ("ppo_sync", PLAIN),
     "impala, plain": ("impala", PLAIN),
@@ -247,8 +251,48 @@ def profile(seconds: float, svg: Path | None) -> None:
     print("\nLimits on one core, steps/s, of stepping alone and of learning alone:")
     for name, parts in rows.items():
         print(f"    {name:24} {1e6 / parts['stepping']:12,.0f} {1e6 / parts['learning']:12,.0f}")
+    grown = call("crowding", {})["grown"]
+    print(
+        f"\nA step of a plain environment takes {grown:.2f} times the processor time while another core is busy, too."
+    )
     if svg is not None:
         svg.write_text(drawing(rows), encoding="utf-8")
+
+
+def crowding(seconds: float = 1.5) -> dict[str, float]:
+    """How much more processor time the same steps take while another process steps, too: cores that are two threads of
+    one core share what computes."""
+    import multiprocessing
+
+    import gymnasium
+
+    environment = gymnasium.make("CartPole-v1").unwrapped
+    environment.reset(seed=0)
+
+    def steps() -> None:
+        for _ in range(200):
+            if environment.step(1)[2]:
+                environment.reset()
+
+    def middle() -> float:
+        took, until = [], time.perf_counter() + seconds
+        while time.perf_counter() < until:
+            began = time.thread_time()
+            steps()
+            took.append(time.thread_time() - began)
+        return statistics.median(took)
+
+    def for_ever() -> None:
+        while True:
+            steps()
+
+    alone = middle()
+    other = multiprocessing.get_context("fork").Process(target=for_ever, daemon=True)
+    other.start()
+    try:
+        return {"grown": middle() / alone}
+    finally:
+        other.kill()
 
 
 def simulator(count: int) -> dict[str, float]:
@@ -289,7 +333,7 @@ def drawing(rows: dict[str, dict[str, float]]) -> str:
 
 # ------------------------------------------------------------------------------------------------------------- running
 
-OWN = {"headrace": headrace, "by_hand": by_hand, "pure": pure, "simulator": simulator}
+OWN = {"headrace": headrace, "by_hand": by_hand, "pure": pure, "simulator": simulator, "crowding": crowding}
 
 
 class ProgramFailed(Exception):

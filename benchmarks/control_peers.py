@@ -46,7 +46,7 @@ def processor_seconds() -> float:
 
 
 class Marks:
-    """(wall, processor seconds, steps so far), five a second at most, and rates over what came after the first `warmup_s`."""
+    """(wall, processor seconds, steps so far), two a second at most, and rates over what came after the first `warmup_s`."""
 
     def __init__(self) -> None:
         self.began: float = time.perf_counter()
@@ -54,7 +54,7 @@ class Marks:
 
     def add(self, steps: float) -> None:
         now = time.perf_counter()
-        if not self.seen or now - self.seen[-1][0] > 0.2:
+        if not self.seen or now - self.seen[-1][0] > 0.5:
             self.seen.append((now, processor_seconds(), steps))
 
     def rates(self, warmup_s: float = 1.0) -> dict[str, float]:

@@ -16,12 +16,19 @@ from training.helpers import context
 from training.test_control_device import steps
 
 SPACES = Spaces((Leaf("obs", "vector", (3,), "float32"),), ActionSpec("discrete", (), (2,), (0,)))
+BOX = Spaces(SPACES.leaves, ActionSpec("box", (3,), low=(-1.0,) * 3, high=(2.0,) * 3, dtype="float32"))
 NETWORKS = [
     PolicyConfig(hidden=(64,)),
     PolicyConfig(hidden=(32, 64), shared="yes"),
     PolicyConfig(hidden=(96, 32, 64), activation="relu"),
     PolicyConfig(hidden=(32,), normalise_observations=True),
 ]
+DRAWING = [
+    PolicyConfig(hidden=(64,)),
+    PolicyConfig(hidden=(32,), shared="yes", squash=True, log_std=-0.7),
+    PolicyConfig(hidden=(32,), log_std=2.1),
+]
+"""Of numbers: the last one's deviation is beyond its bound, and not learned."""
 ALGORITHMS = [
     AlgorithmConfig(),
     AlgorithmConfig(kind="impala"),
@@ -39,6 +46,12 @@ async def device(policy, algorithm, spaces=SPACES, threads=1, **training) -> Con
     return made
 
 
+def drawn(batch, seed=0):
+    """The same steps with numbers for actions, some far from the mean."""
+    actions = np.random.default_rng(seed).normal(scale=1.5, size=(*batch.rewards.shape, 3)).astype(np.float32)
+    return replace(batch, actions=actions, behavior_logprobs=batch.behavior_logprobs - 3.0)
+
+
 def some_invalid(batch, seed=0):
     """Rows that are no step, and hold what no step could."""
     valid = np.random.default_rng(seed).random(batch.valid.shape) < 0.8
@@ -46,17 +59,18 @@ def some_invalid(batch, seed=0):
     return replace(batch, valid=valid, behavior_logprobs=spoilt)
 
 
-@pytest.mark.parametrize("policy", NETWORKS)
+@pytest.mark.parametrize(("policy", "spaces"), [*((one, SPACES) for one in NETWORKS), *((one, BOX) for one in DRAWING)])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("rows", [(1, 2), (5, 6), (20, 130)])
-async def test_updates_are_those_of_autograd(policy, algorithm, rows):
+async def test_updates_are_those_of_autograd(policy, spaces, algorithm, rows):
     """Several in a row, each from where the last one led, with rows that are no steps."""
     length, count = rows
-    fused, plain = [await device(policy, algorithm, epochs=2, minibatches=2) for _ in range(2)]
+    fused, plain = [await device(policy, algorithm, spaces, epochs=2, minibatches=2) for _ in range(2)]
     assert fused._fused is not None
     plain._fused = None
     for seed in range(2):
         batch = steps(seed, count, length)
+        batch = drawn(batch, seed) if spaces is BOX else batch
         batch = some_invalid(batch) if seed and algorithm.kind == "ppo" else batch
         found, exact = await fused.update(batch), await plain.update(batch)
         assert set(found) == set(exact)
@@ -66,13 +80,14 @@ async def test_updates_are_those_of_autograd(policy, algorithm, rows):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-async def test_one_gradient_to_a_hundred_thousandth(algorithm):
-    fused, plain = [await device(NETWORKS[1], algorithm) for _ in range(2)]
+@pytest.mark.parametrize(("policy", "spaces"), [(NETWORKS[1], SPACES), *((one, BOX) for one in DRAWING)])
+async def test_one_gradient_to_a_hundred_thousandth(algorithm, policy, spaces):
+    fused, plain = [await device(policy, algorithm, spaces) for _ in range(2)]
     plain._fused = None
     gradients = []
     for made in (fused, plain):
         made._step = lambda made=made: gradients.append(made._flat.grads.clone()) or {}
-        await made.update(steps(3, 50, 30))
+        await made.update(drawn(steps(3, 50, 30)) if spaces is BOX else steps(3, 50, 30))
     off = (gradients[0] - gradients[1]).norm() / gradients[1].norm()
     assert off < 1e-5
 
@@ -127,7 +142,7 @@ async def test_a_gradient_that_is_not_finite_changes_nothing(spoilt):
         (PolicyConfig(hidden=(64,), activation="elu"), SPACES.action),
         (PolicyConfig(hidden=()), SPACES.action),
         (PolicyConfig(hidden=(64,), recurrent="gru"), SPACES.action),
-        (PolicyConfig(hidden=(64,)), ActionSpec("box", (1,), low=(-1.0,), high=(1.0,), dtype="float32")),
+        (PolicyConfig(hidden=(64,)), ActionSpec("multidiscrete", (2,), (2, 3), (0, 0))),
     ],
 )
 async def test_what_the_loops_do_not_compute_goes_through_autograd(policy, action):

@@ -159,9 +159,13 @@ class Gaussian:
     def logprobs(self, outputs: Tensor, actions: Tensor) -> Tensor:
         mean, log_std = self._parts(outputs)
         logs = -0.5 * ((actions - mean) * (-log_std).exp()).square() - log_std - 0.5 * math.log(2 * math.pi)
-        if self.squash:  # log(1 - tanh(a)^2), without cancellation
-            logs = logs - 2 * (math.log(2) - actions - functional.softplus(-2 * actions))
-        return logs.sum(-1)
+        return logs.sum(-1) - self.folds(actions) if self.squash else logs.sum(-1)
+
+    def folds(self, actions: Tensor) -> Tensor:
+        """[...] what squashing takes from log-probabilities: the sum of log(1 - tanh(a)^2), without cancellation."""
+        if not self.squash:
+            return actions.new_zeros(actions.shape[:-1])
+        return 2 * (math.log(2) - actions - functional.softplus(-2 * actions)).sum(-1)
 
     def logprobs_and_entropy(self, outputs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
         _, log_std = self._parts(outputs)

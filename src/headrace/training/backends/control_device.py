@@ -381,7 +381,7 @@ def _fused(network: nn.Module, distribution: Distribution, flat: FlatParameters,
     try:
         from headrace.training.backends.fused_steps import FusedSteps
 
-        return FusedSteps(network, flat, algorithm) if FusedSteps.fits(network, distribution) else None
+        return FusedSteps(network, distribution, flat, algorithm) if FusedSteps.fits(network, distribution) else None
     except Exception as error:  # as in `networks.tower_of`
         warnings.warn(f"updates of small networks are not compiled, so they are slower: {error!r}", stacklevel=2)
         return None

@@ -1,7 +1,7 @@
 """Turns control steps into the gradient of their loss in one compiled call: forward pass, loss and backward pass, a few
 hundred rows at a time, so that what lies between them stays in cache.
 
-The same numbers as `losses.step_loss` through autograd, for networks of tanh or relu layers with whole-number actions. There
+The same numbers as `losses.step_loss` through autograd, for networks of tanh or relu layers that choose an action or draw numbers. There
 autograd's share is small beside some hundred calls that work on columns of two numbers.
 """
 
@@ -15,7 +15,7 @@ from numba import carray, njit
 from torch import Tensor
 
 from headrace.policies.activations import pass_back
-from headrace.policies.distributions import Categorical
+from headrace.policies.distributions import MAX_LOG_STD, MIN_LOG_STD, Categorical, Gaussian
 from headrace.policies.networks import PolicyNetwork
 from headrace.policies.tower import LOOPS, ROWS, Tower, dense, forward, head, size_of, times, turned
 from headrace.training.backends.step_rows import Part, Rows
@@ -25,7 +25,8 @@ from headrace.training.optimizer import FlatParameters
 from headrace.vectors import call, floats_at
 
 _f = np.float32
-_MOST_LOG_RATIO = _f(MAX_LOG_RATIO)
+_MOST_LOG_RATIO, _LEAST, _MOST = _f(MAX_LOG_RATIO), _f(MIN_LOG_STD), _f(MAX_LOG_STD)
+_HALF_LOG_2_PI = _f(0.5 * np.log(2 * np.pi))
 NAMES = ("total", "policy", "value", "entropy", "kl", "clip_share", "ratio_max")
 
 
@@ -49,22 +50,59 @@ def _backward(x, rows, widths, weights, activation, made, due, for_weights, for_
 
 
 @njit(**LOOPS)
-def _head_backward(features, width, weight, due, for_weight, for_bias, for_features, fresh, product):
-    """Add to the gradients of weight, bias and features, addresses all of them, those of the features anew if `fresh`."""
+def _head_backward(features, width, weight, due, to, for_features, fresh, product):
+    """Add to the gradients of weight and bias, at the addresses `to`, and of the features, or set those if `fresh`.
+
+    features, weight, for_features: addresses; due: [rows, outputs]
+    """
     rows, outputs = due.shape
+    for_bias, start = carray(floats_at(to[1]), outputs), due.ctypes.data
     for i in range(rows):
         for k in range(outputs):
             for_bias[k] += due[i, k]
-    start = due.ctypes.data
-    call(product, (start, 1, outputs, features, for_weight, outputs, rows, width, 0))
+    call(product, (start, 1, outputs, features, to[0], outputs, rows, width, 0))
     call(product, (start, outputs, 1, weight, for_features, rows, outputs, width, fresh))
 
 
 @njit(**LOOPS)
-def _losses(outputs, values, actions, behavior, advantages, targets, old_values, weights, how, found, index):
+def _choice(logits, chances, action):
+    """Log-probability and entropy of a choice by `logits` [k], which become logarithms of the `chances` [k]."""
+    most = logits.max()
+    total = _f(0.0)
+    for k in range(logits.shape[0]):
+        chances[k] = np.exp(logits[k] - most)
+        total += chances[k]
+    level, entropy = most + np.log(total), _f(0.0)
+    for k in range(logits.shape[0]):
+        logits[k] -= level
+        chances[k] /= total
+        entropy -= chances[k] * logits[k]
+    return logits[action], entropy
+
+
+@njit(**LOOPS)
+def _draw(means, log_std, drawn):
+    """Log-probability and entropy of what was drawn from normals around `means` [k], which become deviations from them in
+    units of theirs. log_std: [k] logarithms of deviations"""
+    logprob = entropy = _f(0.0)
+    for k in range(means.shape[0]):
+        held = min(max(log_std[k], _LEAST), _MOST)
+        means[k] = (drawn[k] - means[k]) * np.exp(-held)
+        logprob -= _f(0.5) * means[k] * means[k] + held + _HALF_LOG_2_PI
+        entropy += held + _HALF_LOG_2_PI + _f(0.5)
+    return logprob, entropy
+
+
+@njit(**LOOPS)
+def _losses(
+    outputs, values, actions, drawn, folds, log_std, for_log_std, behavior, advantages, targets, old_values, weights, how, found,
+    index,
+):  # fmt: skip
     """`losses.step_loss` of the rows `index`: sums into `found` (`NAMES`), and `outputs` [n, k] and `values` [n, 1] are replaced by
-    their gradients. how: kind (0: surrogate, 1: policy gradient), clip, value_clip, value_coef, entropy_coef, shift and
-    scale of advantages, count, mean and deviation of the value head's unit"""
+    their gradients. actions: [N] whole numbers, or `drawn` [N, k] ones, with `folds` [N] to be taken from their
+    log-probabilities, and `log_std` [k], whose gradient is added to `for_log_std`
+    how: kind (0: surrogate, 1: policy gradient), clip, value_clip, value_coef, entropy_coef, shift and scale of advantages,
+    count, mean and deviation of the value head's unit"""
     clip, value_clip, value_coef, entropy_coef = how[1], how[2], how[3], how[4]
     share, mean, std = _f(1.0) / how[7], how[8], how[9]
     chances = np.empty(outputs.shape[1], np.float32)
@@ -74,20 +112,11 @@ def _losses(outputs, values, actions, behavior, advantages, targets, old_values,
             outputs[i, :] = _f(0.0)
             values[i, 0] = _f(0.0)
             continue
-        most = outputs[i, 0]
-        for k in range(outputs.shape[1]):
-            most = outputs[i, k] if outputs[i, k] > most else most
-        total = _f(0.0)
-        for k in range(outputs.shape[1]):
-            chances[k] = np.exp(outputs[i, k] - most)
-            total += chances[k]
-        level = most + np.log(total)
-        entropy = _f(0.0)
-        for k in range(outputs.shape[1]):
-            outputs[i, k] -= level
-            chances[k] /= total
-            entropy -= chances[k] * outputs[i, k]
-        logprob = outputs[i, actions[r]]
+        if log_std.shape[0]:
+            logprob, entropy = _draw(outputs[i], log_std, drawn[r])
+            logprob -= folds[r]
+        else:
+            logprob, entropy = _choice(outputs[i], chances, actions[r])
         advantage = (advantages[r] - how[5]) / how[6]
         log_ratio = logprob - behavior[r]
         bounded = min(max(log_ratio, -_MOST_LOG_RATIO), _MOST_LOG_RATIO)
@@ -119,22 +148,30 @@ def _losses(outputs, values, actions, behavior, advantages, targets, old_values,
         found[4] += (ratio - _f(1.0) - log_ratio) * share
         found[6] = max(found[6], ratio)
         values[i, 0] = value_coef * slope * share
-        for k in range(outputs.shape[1]):
-            taken = _f(1.0) if k == actions[r] else _f(0.0)
-            pull = due * (taken - chances[k]) + entropy_coef * chances[k] * (outputs[i, k] + entropy)
-            outputs[i, k] = pull * share
+        if log_std.shape[0]:
+            for k in range(outputs.shape[1]):
+                off, held = outputs[i, k], min(max(log_std[k], _LEAST), _MOST)
+                outputs[i, k] = due * off * np.exp(-held) * share
+                if held == log_std[k]:
+                    for_log_std[k] += (due * (off * off - _f(1.0)) - entropy_coef) * share
+        else:
+            for k in range(outputs.shape[1]):
+                taken = _f(1.0) if k == actions[r] else _f(0.0)
+                pull = due * (taken - chances[k]) + entropy_coef * chances[k] * (outputs[i, k] + entropy)
+                outputs[i, k] = pull * share
 
 
 @njit(**LOOPS)
 def learn(
-    x, index, widths, weights, biases, activation, value_widths, value_weights, value_biases, heads, actions, behavior, advantages,
-    targets, old_values, row_weights, how, grads, places, found, layer, product,
+    x, index, widths, weights, biases, activation, value_widths, value_weights, value_biases, heads, log_std, actions, drawn, folds,
+    behavior, advantages, targets, old_values, row_weights, how, grads, places, found, layer, product,
 ):  # fmt: skip
     """Add the gradient of a part's loss to `grads` [P], and its figures to `found`.
 
     x: [N, inputs] of all rows; index: [M] those of the part; of the policy's layers and the value's own (none if they share
-    the policy's): widths, addresses of weights and biases; heads: addresses of the policy's weight and bias and of the value's; places: where in `grads` all of these
-    lie, in this order; layer, product: addresses of `tower.dense` and `tower.times`
+    the policy's): widths, addresses of weights and biases; heads: addresses of the policy's weight and bias and of the
+    value's; log_std: [k] or none, as in `_losses`; places: where in `grads` all of these lie, in this order
+    layer, product: addresses of `tower.dense` and `tower.times`
     """
     layers, own = weights.shape[0], value_weights.shape[0]
     outs, features, inputs = heads[4], widths[layers], x.shape[1]
@@ -152,10 +189,9 @@ def learn(
     due_room, room = np.empty(ROWS * widest, np.float32), np.empty(ROWS * widest, np.float32)
     policy_weight, policy_bias = carray(floats_at(heads[0]), (outs, features)), carray(floats_at(heads[1]), outs)
     value_weight, value_bias = carray(floats_at(heads[2]), (1, value_features)), carray(floats_at(heads[3]), 1)
-    base = grads.ctypes.data
-    at = 2 * (layers + own)
-    for_policy_bias = carray(floats_at(base + 4 * places[at + 1]), outs)
-    for_value_bias = carray(floats_at(base + 4 * places[at + 3]), 1)
+    policy_at = 4 * places[2 * (layers + own) :] + grads.ctypes.data
+    value_at = policy_at[2:]
+    for_log_std = carray(floats_at(policy_at[-1]), log_std.shape[0])
     picked = np.empty((min(ROWS, index.shape[0]), inputs), np.float32)
     for first in range(0, index.shape[0], ROWS):
         rows = min(ROWS, index.shape[0] - first)
@@ -174,51 +210,22 @@ def learn(
         outputs, values = np.empty((rows, outs), np.float32), np.empty((rows, 1), np.float32)
         head(shown, policy_weight, policy_bias, outputs)
         head(seen, value_weight, value_bias, values)
-        _losses(outputs, values, actions, behavior, advantages, targets, old_values, row_weights, how, found, part)
-        due = due_room.ctypes.data
-        _head_backward(
-            shown.ctypes.data, features, heads[0], outputs, base + 4 * places[at], for_policy_bias, due, 1, product
-        )
+        _losses(
+            outputs, values, actions, drawn, folds, log_std, for_log_std, behavior, advantages, targets, old_values, row_weights,
+            how, found, part,
+        )  # fmt: skip
+        due, below = due_room.ctypes.data, room.ctypes.data
+        _head_backward(shown.ctypes.data, features, heads[0], outputs, policy_at, due, 1, product)
         if not own:
-            _head_backward(
-                shown.ctypes.data,
-                features,
-                heads[2],
-                values,
-                base + 4 * places[at + 2],
-                for_value_bias,
-                due,
-                0,
-                product,
-            )
+            _head_backward(shown.ctypes.data, features, heads[2], values, value_at, due, 0, product)
         _backward(
-            start,
-            rows,
-            widths,
-            weights,
-            activation,
-            made.ctypes.data,
-            due,
-            for_weights,
-            for_biases,
-            room.ctypes.data,
-            product,
-        )
+            start, rows, widths, weights, activation, made.ctypes.data, due, for_weights, for_biases, below, product,
+        )  # fmt: skip
         if own:
-            _head_backward(
-                seen.ctypes.data,
-                value_features,
-                heads[2],
-                values,
-                base + 4 * places[at + 2],
-                for_value_bias,
-                due,
-                1,
-                product,
-            )
+            _head_backward(seen.ctypes.data, value_features, heads[2], values, value_at, due, 1, product)
             _backward(
                 start, rows, value_widths, value_weights, activation, value_made.ctypes.data, due, for_value_weights,
-                for_value_biases, room.ctypes.data, product,
+                for_value_biases, below, product,
             )  # fmt: skip
     _give(grads, places, 0, widths, layers, for_weights, for_biases)
     _give(grads, places, 2 * layers, value_widths, own, for_value_weights, for_value_biases)
@@ -241,19 +248,27 @@ def _give(grads, places, at, widths, layers, for_weights, for_biases):
 class FusedSteps:
     """The gradient of minibatches of one network's steps."""
 
-    def __init__(self, network: PolicyNetwork, flat: FlatParameters, algorithm: AlgorithmConfig) -> None:
+    def __init__(
+        self,
+        network: PolicyNetwork,
+        distribution: Categorical | Gaussian,
+        flat: FlatParameters,
+        algorithm: AlgorithmConfig,
+    ) -> None:
         encoder, own = network.encoder, network.value_encoder
-        self._network, self._algorithm = network, algorithm
+        self._network, self._distribution, self._algorithm = network, distribution, algorithm
         places = {id(one): start for one, start in zip(flat.parameters, flat.offsets, strict=False)}
         layers = [*encoder.layers, *(own.layers if own is not None else ()), network.policy_head, network.value_head]
-        self._places = np.array([places[id(one)] for layer in layers for one in (layer.weight, layer.bias)])
+        learned = [one for layer in layers for one in (layer.weight, layer.bias)]
+        learned += [] if network.log_std is None else [network.log_std]
+        self._places = np.array([places[id(one)] for one in learned])
         self._size = flat.grads.numel()
         self._rows: Rows | None = None
         # Compiled now, or read from where it was kept: not in the first update, which others wait for.
         none = np.zeros(0, np.float32)
         self._no_rows = self._arrays = (
             np.zeros((0, int(encoder.layers.widths[0])), np.float32),
-            np.zeros(0, np.int64),
+            *(one.numpy() for one in (_NO_CHOICE, *_NONE_DRAWN)),
             *[none] * 5,
         )
         self.gradient(slice(0), self.normal(slice(0))[:2], 0.0)
@@ -264,7 +279,7 @@ class FusedSteps:
         encoders = [one for one in (getattr(network, "encoder", None), getattr(network, "value_encoder", None)) if one]
         return (
             isinstance(network, PolicyNetwork)
-            and isinstance(distribution, Categorical)
+            and isinstance(distribution, Categorical | Gaussian)
             and not network.recurrent
             and all(isinstance(one.layers, Tower) and one.layers.compiled for one in encoders)
             and all(leaf.convolutions is None for one in encoders for leaf in one.leaves)
@@ -281,12 +296,14 @@ class FusedSteps:
             raise ValueError(
                 f"observations of {x.shape[1]} numbers, and a network for {self._network.encoder.layers.widths[0]}"
             )
-        outs = self._network.policy_head.out_features
-        if rows.actions.numel() and (int(rows.actions.min()) < 0 or int(rows.actions.max()) >= outs):
+        outs, actions = self._network.policy_head.out_features, (rows.actions, *_NONE_DRAWN)
+        if isinstance(self._distribution, Gaussian):
+            actions = (_NO_CHOICE, rows.actions.contiguous(), self._distribution.folds(rows.actions).contiguous())
+        elif rows.actions.numel() and (int(rows.actions.min()) < 0 or int(rows.actions.max()) >= outs):
             raise IndexError(
                 f"actions of {int(rows.actions.min())} to {int(rows.actions.max())}, and a policy over {outs}"
             )
-        wanted = (rows.actions, rows.behavior_logprobs, rows.advantages, rows.targets, rows.values, rows.weights)
+        wanted = (*actions, rows.behavior_logprobs, rows.advantages, rows.targets, rows.values, rows.weights)
         self._arrays = x.numpy(), *(one.numpy() for one in wanted)
 
     def let_go(self) -> None:
@@ -295,7 +312,7 @@ class FusedSteps:
 
     def normal(self, part: Part) -> tuple[float, float, float]:
         """Mean and deviation of the advantages of a part, as `control_device.spread`, and its number of steps."""
-        return _spread(self._arrays[3], self._arrays[6], self._index(part))
+        return _spread(self._arrays[5], self._arrays[8], self._index(part))
 
     def gradient(self, part: Part, normal: tuple[float, float], count: float) -> tuple[dict[str, Tensor], Tensor]:
         """This part's figures, as `step_loss` gives them, and its gradient [P]."""
@@ -311,10 +328,11 @@ class FusedSteps:
         tower, own, x = network.encoder.layers, network.value_encoder, self._arrays[0]
         value = (own.layers.widths, *own.layers.addresses()) if own is not None else _NO_TOWER
         heads = (network.policy_head, network.value_head)
+        log_std = _NO_SPREAD if network.log_std is None else network.log_std.detach().numpy()
         learn(
             x, self._index(part), tower.widths, *tower.addresses(), tower.activation, *value,
             np.array([one.data_ptr() for head in heads for one in (head.weight, head.bias)] + [heads[0].out_features]),
-            *self._arrays[1:], how, grads.numpy(), self._places, found, dense.address, times.address,
+            log_std, *self._arrays[1:], how, grads.numpy(), self._places, found, dense.address, times.address,
         )  # fmt: skip
         found[0] = found[1] + chosen.value_coef * found[2] - chosen.entropy_coef * found[3]
         return {
@@ -345,4 +363,6 @@ def _spread(values, weights, index):
     return mean, deviation + 1e-8, count
 
 
+_NO_CHOICE, _NONE_DRAWN = torch.zeros(0, dtype=torch.int64), (torch.zeros(0, 0), torch.zeros(0))
+_NO_SPREAD = np.zeros(0, np.float32)
 _NO_TOWER = (np.zeros(1, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))
