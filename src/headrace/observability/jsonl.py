@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import Any
 
 
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+"""`json.dumps` with other options than its own makes an encoder for every call."""
+
+
 def read_jsonl(path: Path) -> list[Any]:
     """Every line that parses, in order. An absent file gives no rows; torn and empty lines are passed over."""
     if not path.is_file():
@@ -60,7 +64,7 @@ class JsonlWriter:
             file.truncate(0)
 
     def write(self, row: Any) -> None:
-        self._lines.append(json.dumps(row, ensure_ascii=False, separators=(",", ":")))
+        self._lines.append(_encode(row))
         if len(self._lines) >= self._buffer_rows:
             self.flush()
 

@@ -54,7 +54,10 @@ def _unit(config: RewardConfig) -> RewardUnit:
 
 
 class InlineRewarder(Rewarder):
-    """Scores in this process (`workers = 0`): nothing can end a function that blocks."""
+    """Scores in this process (`workers = 0`): nothing can end a function that blocks.
+
+    Per-sample requests that come in the same turn of the loop share a call, but for functions that wait.
+    """
 
     def __init__(self, config: RewardConfig, record: EventSink, base_folder: Path) -> None:
         self.unit = _unit(config)
@@ -63,6 +66,9 @@ class InlineRewarder(Rewarder):
         self._record = record
         self._base_folder = base_folder
         self._worker: RewardWorker | None = None
+        self._shares = False
+        self._waiting: list[_Job] = []
+        self._call: asyncio.Task[None] | None = None
         self._began_s: dict[int, float] = {}
         self._calls = 0
 
@@ -72,13 +78,39 @@ class InlineRewarder(Rewarder):
             self._worker = RewardWorker(
                 WorkerContext(name="reward-0", record=self._record), self._config, self._base_folder
             )
+            self._shares = self.unit == "sample" and not self._worker.waits
             self.meter.start(asyncio.get_running_loop().time())
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[Score]:
         await self.start()
-        assert self._worker is not None
         if not requests:
             return []
+        if not self._shares:
+            return await self._score(requests)
+        loop = asyncio.get_running_loop()
+        job = _Job(tuple(requests), loop.create_future(), alone=False)
+        self._waiting.append(job)
+        if len(self._waiting) == 1:
+            self._call = loop.create_task(self._score_waiting())
+        return await job.future
+
+    async def _score_waiting(self) -> None:
+        jobs, self._waiting = self._waiting, []
+        try:
+            scores = await self._score([request for job in jobs for request in job.requests])
+        except Exception as error:
+            for job in jobs:
+                if not job.future.done():
+                    job.future.set_exception(error)
+            return
+        start = 0
+        for job in jobs:
+            if not job.future.done():
+                job.future.set_result(scores[start : start + len(job.requests)])
+            start += len(job.requests)
+
+    async def _score(self, requests: Sequence[RewardRequest]) -> list[Score]:
+        assert self._worker is not None
         loop = asyncio.get_running_loop()
         self._calls += 1
         call, began_s = self._calls, loop.time()
