@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,8 +23,7 @@ _EVERYTHING = np.zeros(0, dtype=np.int32)
 """The record of a token that was drawn from the whole vocabulary."""
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
+class Draw(NamedTuple):
     """How one row is drawn.
 
     uniform: its random number in [0, 1); banned: ids that may not come; record: whether the kept ids are wanted
@@ -37,8 +37,7 @@ class Draw:
     seen: Sequence[int] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
+class Drawn(NamedTuple):
     """token: drawn id; logprob of it; kept: ascending ids that it was drawn from, none of them listed for all."""
 
     token: int
@@ -154,13 +153,15 @@ def _greedy(logits: torch.Tensor) -> Rows:
 
 
 def draw_plain(scaled: torch.Tensor, uniforms: torch.Tensor) -> Rows:
-    """[R, V] logits, overwritten, and [R] numbers in [0, 1), in two levels: first the block of 256 ids, then the id."""
+    """[R, V] logits, overwritten, and [R] numbers in [0, 1), in two levels: first the block of 256 ids (or all of fewer),
+    then the id."""
     rows, vocab = scaled.shape
     # In place: a fresh [R, V] tensor would cost more in page faults than the arithmetic.
     weights = scaled.sub_(scaled.amax(dim=-1, keepdim=True)).exp_()
-    if vocab % _BLOCK:
-        weights = torch.nn.functional.pad(weights, (0, _BLOCK - vocab % _BLOCK))
-    blocks = weights.view(rows, -1, _BLOCK)
+    size = min(_BLOCK, vocab)
+    if vocab % size:
+        weights = torch.nn.functional.pad(weights, (0, size - vocab % size))
+    blocks = weights.view(rows, -1, size)
     coarse = blocks.sum(dim=-1).double().cumsum(dim=-1)
     total = coarse[:, -1]
     target = uniforms * total
@@ -171,11 +172,11 @@ def draw_plain(scaled: torch.Tensor, uniforms: torch.Tensor) -> Rows:
     fine = inside.cumsum(dim=-1)
     offset = (fine <= (target - before)[:, None]).sum(dim=-1)
     # Rounding may put the target at or past the end of its block; the last id of positive weight is then the one meant.
-    for row in torch.nonzero(offset >= _BLOCK).flatten().tolist():
-        positive = torch.nonzero(weights[row, : (int(block[row]) + 1) * _BLOCK] > 0).flatten()
+    for row in torch.nonzero(offset >= size).flatten().tolist():
+        positive = torch.nonzero(weights[row, : (int(block[row]) + 1) * size] > 0).flatten()
         last = int(positive[-1]) if positive.numel() else 0
-        block[row], offset[row] = last // _BLOCK, last % _BLOCK
-    tokens = (block * _BLOCK + offset).clamp_(max=vocab - 1)
+        block[row], offset[row] = last // size, last % size
+    tokens = (block * size + offset).clamp_(max=vocab - 1)
     return Rows(tokens, weights[index, tokens].double().log() - total.log(), torch.isfinite(total))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ class Sequence:
     """
 
     request: GenerateRequest
+    request_id: str
     ids: list[int]
     prompt_length: int
     limit: int
@@ -59,10 +61,6 @@ class Sequence:
     """Handle of its keys and values while it waits for room."""
     under: tuple[int, Any] | None = None
     """Version and weights that it finishes on; None: the live ones."""
-
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
 
     @property
     def count(self) -> int:
@@ -105,10 +103,15 @@ class Sequence:
         )
 
 
+@lru_cache(1 << 14)
+def _stream(seed: int) -> int:
+    """Where the numbers of a seed start. The seed is mixed before the position is added, so no two seeds walk the same ones."""
+    return _mix(seed + _GOLDEN)
+
+
 def counter_uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that depends on seed and position only. The seed is mixed before the position is added, so no
-    two seeds walk the same numbers."""
-    return (_mix(_mix(seed + _GOLDEN) + (position + 1) * _GOLDEN) >> 11) * 2.0**-53
+    """A number in [0, 1) that depends on seed and position only."""
+    return (_mix(_stream(seed) + (position + 1) * _GOLDEN) >> 11) * 2.0**-53
 
 
 def _mix(state: int) -> int:
@@ -155,6 +158,7 @@ def truncates(request: GenerateRequest) -> bool:
 
 def open_sequence(
     request: GenerateRequest,
+    request_id: str,
     *,
     vocab_size: int,
     context_length: int,
@@ -163,7 +167,7 @@ def open_sequence(
     has_experts: bool,
 ) -> Sequence:
     """A sequence at its start, or at the end of its resumed prefix. Raises RequestRefused for what can never be served."""
-    sampling, name = request.sampling, f"request {request.request_id}"
+    sampling, name = request.sampling, f"request {request_id}"
     prompt = _ids_of(request.prompt_ids, f"{name}: the prompt", vocab_size)
     if not prompt:
         raise RequestRefused(f"{name}: the prompt has no tokens; a prompt needs at least one")
@@ -180,6 +184,7 @@ def open_sequence(
 
     sequence = Sequence(
         request=request,
+        request_id=request_id,
         ids=prompt,
         prompt_length=len(prompt),
         limit=min(sampling.max_tokens, context_length - len(prompt)),
@@ -194,12 +199,14 @@ def open_sequence(
 
 
 def _ids_of(given: Any, what: str, vocab_size: int) -> list[int]:
-    ids = np.asarray(given).reshape(-1)
-    if ids.size and ids.dtype.kind not in "iu":
-        raise RequestRefused(f"{what}: token ids are whole numbers, found {ids.dtype} {ids[0]}")
-    if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
-        raise RequestRefused(f"{what}: token ids must lie in [0, {vocab_size}), found {ids.min()} to {ids.max()}")
-    return ids.tolist()
+    array = np.asarray(given).reshape(-1)
+    ids: list[int] = array.tolist()
+    if ids and array.dtype.kind not in "iu":
+        raise RequestRefused(f"{what}: token ids are whole numbers, found {array.dtype} {ids[0]}")
+    # Of Python's own numbers, which are wanted anyway: numpy's search costs more than that of a hundred of them.
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        raise RequestRefused(f"{what}: token ids must lie in [0, {vocab_size}), found {min(ids)} to {max(ids)}")
+    return ids
 
 
 def _seed_of(request: GenerateRequest) -> int:
