@@ -67,7 +67,8 @@ class Transcript:
         token_ids = np.concatenate(self.token_ids, dtype=np.int64)
         length = len(token_ids)
         loss_mask, logprobs = np.zeros(length, np.int8), np.zeros(length, np.float32)
-        versions = np.full(length, NO_VERSION, np.int64)
+        versions = np.empty(length, np.int64)
+        versions.fill(NO_VERSION)
         for start, one in self.sampled:
             end = start + len(one.token_ids)
             loss_mask[start:end] = 1

@@ -65,14 +65,15 @@ def _reward_metrics(groups: Sequence[Group]) -> Metrics:
     rewards = [rewards_of(group) for group in groups]
     flat = np.concatenate(rewards) if rewards else np.zeros(0)
     valid = flat[~np.isnan(flat)]
-    spreads = [r[~np.isnan(r)].std() for r in rewards if (~np.isnan(r)).any()]
+    scored = [r[~np.isnan(r)] for r in rewards]
+    spreads = [r.std() for r in scored if r.size]
     return {
         "reward/mean": _of(valid),
         "reward/std": Stat(float(valid.std())) if valid.size else Stat(0.0, 0.0),
         "reward/group_std": _of(spreads),
         "reward/unscored": Stat(float(flat.size - valid.size), 1.0),
         "group/zero_variance_share": _of([float(is_zero_variance(r)) for r in rewards]),
-        "group/too_small": Stat(float(sum((~np.isnan(r)).sum() < 2 for r in rewards)), 1.0),
+        "group/too_small": Stat(float(sum(r.size < 2 for r in scored)), 1.0),
         "group/size_mean": _of([float(len(r)) for r in rewards]),
     }
 

@@ -117,9 +117,8 @@ class LocalProxy:
             raise self._as_failure(method, error)
         if not inspect.isawaitable(result):
             return result
-        call_id = self._start(result)
+        call_id = self._start(result, partial(self._answer, method, future))
         self._pending[call_id] = future
-        self._tasks[call_id].add_done_callback(partial(self._answer, method, future))
         try:
             return await future
         finally:
@@ -175,11 +174,17 @@ class LocalProxy:
         finally:
             self._pending.pop(call_id, None)
 
-    def _start(self, work: Any) -> int:
+    def _start(self, work: Any, told: Callable[[asyncio.Future[Any]], None] = lambda ended: None) -> int:
+        """Work of the part's in a task of its own; `told` is called when it has ended."""
         call_id = self._next_id
         self._next_id += 1
         task = self._tasks[call_id] = asyncio.ensure_future(work)
-        task.add_done_callback(lambda _: self._tasks.pop(call_id, None))
+
+        def end(ended: asyncio.Future[Any]) -> None:
+            self._tasks.pop(call_id, None)
+            told(ended)
+
+        task.add_done_callback(end)
         return call_id
 
     async def _close_part(self) -> None:

@@ -15,7 +15,7 @@ from headrace.errors import PartFailed, RequestRefused, StaleTicket
 from headrace.protocols import PauseMode, RunningPolicy, WorkerContext
 from headrace.rollout.engines.models import weights_digest
 from headrace.rollout.engines.sampling import Draw, Drawn, sample
-from headrace.rollout.engines.sequences import Sequence, check_finish, open_sequence
+from headrace.rollout.engines.sequences import Sequence, check_finish, next_uniforms, open_sequence
 from headrace.types import NO_VERSION, EngineStats, Event, GenerateRequest, Generation, WeightTicket
 
 if TYPE_CHECKING:
@@ -165,8 +165,8 @@ class Core(ABC):
         routes: [R, layers, top_k] experts of the rows that gave the logits, for models that have them
         """
         draws = [
-            Draw(one.request.sampling, one.uniform(), one.banned(), record=one.masks is not None, seen=one.ids)
-            for one in sequences
+            Draw(one.request.sampling, uniform, one.banned(), record=one.masks is not None, seen=one.ids)
+            for one, uniform in zip(sequences, next_uniforms(sequences), strict=True)
         ]
         for row, (sequence, drawn) in enumerate(zip(sequences, self.sample(logits, draws), strict=True)):
             if drawn is None:

@@ -63,17 +63,16 @@ class Rows:
 def sample(logits: torch.Tensor, draws: list[Draw]) -> list[Drawn | None]:
     """[R, V] logits and R draws into R tokens. None where the logits are not finite. The logits may be overwritten."""
     logits = logits.float()
+    kinds: dict[str, list[int]] = {}
     for row, draw in enumerate(draws):
         if draw.banned or shapes_logits(draw.params):
             _shape(logits[row], draw)
-    out: list[Drawn | None] = [None] * len(draws)
-    kinds: dict[str, list[int]] = {}
-    for row, draw in enumerate(draws):
         kinds.setdefault(_kind(draw.params), []).append(row)
+    if len(kinds) == 1:
+        return _draw(*kinds, logits, draws)
+    out: list[Drawn | None] = [None] * len(draws)
     for kind, rows in kinds.items():
-        part = logits if len(rows) == len(draws) else logits[rows]
-        chosen = [draws[row] for row in rows]
-        for row, one in zip(rows, _draw(kind, part, chosen), strict=True):
+        for row, one in zip(rows, _draw(kind, logits[rows], [draws[row] for row in rows]), strict=True):
             out[row] = one
     return out
 
@@ -128,7 +127,7 @@ def _draw(kind: str, logits: torch.Tensor, draws: list[Draw]) -> list[Drawn | No
                 top_p=torch.tensor([one.top_p for one in params], dtype=torch.float64),
                 min_p=torch.tensor([one.min_p for one in params], dtype=torch.float64),
             )
-    found = zip(rows.tokens.tolist(), rows.logprobs.tolist(), rows.finite.tolist(), draws, strict=True)
+    found = zip(rows.tokens.tolist(), rows.logprobs.clamp(max=0.0).tolist(), rows.finite.tolist(), draws, strict=True)
     out: list[Drawn | None] = []
     for row, (token, logprob, finite, draw) in enumerate(found):
         kept = None
@@ -136,7 +135,7 @@ def _draw(kind: str, logits: torch.Tensor, draws: list[Draw]) -> list[Drawn | No
             kept = limited[row]
         elif draw.record:
             kept = rows.kept[row, : int(rows.counts[row])].numpy().astype(np.int32)
-        out.append(Drawn(token, min(logprob, 0.0), kept) if finite else None)
+        out.append(Drawn(token, logprob, kept) if finite else None)
     return out
 
 

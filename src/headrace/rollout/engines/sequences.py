@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from headrace.rollout.config import sampling_problem
 from headrace.types import FinishReason, GenerateRequest, Generation, SamplingMask
 
 _MASK64 = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(slots=True, eq=False)
@@ -82,10 +81,6 @@ class Sequence:
         """Ids that may not be sampled next: end tokens while `min_tokens` is not reached."""
         return self.stop_ids if self.count < self.request.sampling.min_tokens else ()
 
-    def uniform(self) -> float:
-        """The random number of the next token: a function of the seed and its position alone."""
-        return counter_uniform(self.seed, len(self.ids))
-
     def generation(self, start: int = 0) -> Generation:
         """[T - start] what was sampled from index `start` on. A generation that still runs reads as an aborted one."""
         sampled = self.ids[self.prompt_length + start :]
@@ -103,23 +98,25 @@ class Sequence:
         )
 
 
-@lru_cache(1 << 14)
-def _stream(seed: int) -> int:
-    """Where the numbers of a seed start. The seed is mixed before the position is added, so no two seeds walk the same ones."""
-    return _mix(seed + _GOLDEN)
+def next_uniforms(sequences: list[Sequence]) -> list[float]:
+    """The random number of each one's next token: a function of its seed and the token's position alone."""
+    seeds = [one.seed & _MASK64 for one in sequences]
+    return counter_uniforms(seeds, [len(one.ids) for one in sequences]).tolist()
 
 
-def counter_uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that depends on seed and position only."""
-    return (_mix(_stream(seed) + (position + 1) * _GOLDEN) >> 11) * 2.0**-53
+def counter_uniforms(seeds: Any, positions: Any) -> np.ndarray:
+    """[N] numbers in [0, 1), each of which depends on its seed (below 2**64) and its position only. The seed is mixed before
+    the position is added, so no two seeds walk the same numbers."""
+    starts = _mix(np.asarray(seeds, np.uint64) + _GOLDEN)
+    mixed = _mix(starts + (np.asarray(positions, np.uint64) + np.uint64(1)) * _GOLDEN)
+    return (mixed >> np.uint64(11)) * 2.0**-53
 
 
-def _mix(state: int) -> int:
+def _mix(state: np.ndarray) -> np.ndarray:
     """The finaliser of splitmix64."""
-    state &= _MASK64
-    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return state ^ (state >> 31)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))
 
 
 def join_masks(masks: list[np.ndarray]) -> SamplingMask:
