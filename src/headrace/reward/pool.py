@@ -82,7 +82,8 @@ class InlineRewarder(Rewarder):
             self.meter.start(asyncio.get_running_loop().time())
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[Score]:
-        await self.start()
+        if self._worker is None:
+            await self.start()
         if not requests:
             return []
         if not self._shares:

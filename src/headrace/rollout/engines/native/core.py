@@ -243,10 +243,12 @@ class NativeCore(Core):
         if known >= len(ids):
             return False
         wanted = min(known - known % self.block_size + self.block_size, len(ids))
-        start = ids[:wanted]
+        start, last = ids[:wanted], ids[wanted - 1]
         for other in behind:
-            if other.kv_length < wanted and other.kv_pure and other.ids[:wanted] == start:
-                return True
+            # Most differ in their last token already, which is cheaper to see than to cut out what is compared.
+            if other.kv_length < wanted <= len(other.ids) and other.ids[wanted - 1] == last and other.kv_pure:
+                if other.ids[:wanted] == start:
+                    return True
         return False
 
     def _give_blocks(self, sequence: Sequence, match: Match) -> bool:
