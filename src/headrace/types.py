@@ -254,10 +254,12 @@ class TokenSample:
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays."""
-        arrays = [self.token_ids, self.loss_mask, self.behavior_logprobs, self.policy_versions, self.expert_routing]
+        total = self.token_ids.nbytes + self.loss_mask.nbytes + self.behavior_logprobs.nbytes + self.policy_versions.nbytes
+        if self.expert_routing is not None:
+            total += self.expert_routing.nbytes
         if self.sampling_mask is not None:
-            arrays += [self.sampling_mask.token_ids, self.sampling_mask.offsets]
-        return sum(array.nbytes for array in arrays if array is not None)
+            total += self.sampling_mask.token_ids.nbytes + self.sampling_mask.offsets.nbytes
+        return total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

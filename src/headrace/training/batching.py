@@ -217,18 +217,25 @@ def _pack(rows: Sequence[Row], shared: Sequence[int], counts: BatchCounts, first
     rows, input_rows = [rows[i] for i in by_sample], [input_rows[i] for i in by_sample]
 
     sizes = [row.targets.size for row in rows]
+    targets = np.concatenate([row.targets for row in rows])
+    # Where the targets stand in all samples, and in all rows' inputs, one after another. Token t is predicted by input t - 1.
+    in_samples = targets + np.repeat(_starts([len(row.sample.token_ids) for row in rows]), sizes)
+    in_inputs = targets - 1 + np.repeat(_starts([len(at) for at in input_rows]), sizes)
+
+    def of_targets(name: str) -> Array:
+        return np.concatenate([getattr(row.sample, name) for row in rows])[in_samples]
+
     return TokenBatch(
         token_ids=np.concatenate(tokens),
         position_ids=np.concatenate(positions),
         segment_ids=np.repeat(np.arange(len(lengths)), lengths),
         segment_parents=np.array(parents, dtype=np.int64),
-        target_ids=np.concatenate([row.tokens[row.targets] for row in rows]),
-        # Token t is predicted by input t - 1.
-        target_rows=np.concatenate([at[row.targets - 1] for row, at in zip(rows, input_rows, strict=True)]),
+        target_ids=of_targets("token_ids").astype(np.int64),
+        target_rows=np.concatenate(input_rows)[in_inputs],
         target_samples=np.repeat(np.arange(len(rows)), sizes),
-        target_positions=np.concatenate([np.arange(size) for size in sizes]),
-        target_versions=_of_targets(rows, "policy_versions", np.int64),
-        behavior_logprobs=_of_targets(rows, "behavior_logprobs", np.float32),
+        target_positions=np.arange(len(targets)) - np.repeat(_starts(sizes), sizes),
+        target_versions=of_targets("policy_versions").astype(np.int64),
+        behavior_logprobs=of_targets("behavior_logprobs").astype(np.float32),
         advantages=np.concatenate([row.advantages for row in rows]),
         sample_ids=tuple(row.sample.sample_id for row in rows),
         sample_weights=np.array([row.weight for row in rows], dtype=np.float32),
@@ -241,8 +248,9 @@ def _pack(rows: Sequence[Row], shared: Sequence[int], counts: BatchCounts, first
     )
 
 
-def _of_targets(rows: Sequence[Row], name: str, dtype: type) -> Array:
-    return np.concatenate([getattr(row.sample, name)[row.targets] for row in rows]).astype(dtype)
+def _starts(lengths: Sequence[int]) -> Array:
+    """[N] where each of N pieces begins when they stand one after another."""
+    return np.cumsum([0, *lengths[:-1]])
 
 
 def _expert_routing(rows: Sequence[Row], input_rows: Sequence[Array], inputs: int) -> Array | None:
