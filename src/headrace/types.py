@@ -254,7 +254,9 @@ class TokenSample:
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays."""
-        total = self.token_ids.nbytes + self.loss_mask.nbytes + self.behavior_logprobs.nbytes + self.policy_versions.nbytes
+        total = (
+            self.token_ids.nbytes + self.loss_mask.nbytes + self.behavior_logprobs.nbytes + self.policy_versions.nbytes
+        )
         if self.expert_routing is not None:
             total += self.expert_routing.nbytes
         if self.sampling_mask is not None:

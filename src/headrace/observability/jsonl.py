@@ -8,7 +8,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 """`json.dumps` with other options than its own makes an encoder for every call."""
 

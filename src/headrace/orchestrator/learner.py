@@ -108,9 +108,7 @@ class TokenLearner:
     ) -> list[list[TokenBatch]]:
         """[minibatch][micro-batch], annotated."""
         config = self.config
-        minibatches = make_batches(
-            units, advantages, config, max_length=self.max_length, partial=partial, rows=rows
-        )
+        minibatches = make_batches(units, advantages, config, max_length=self.max_length, partial=partial, rows=rows)
         if config.loss.old_logprobs == "interpolated":
             minibatches = [[self._with_lags(micro) for micro in micros] for micros in minibatches]
         if needed := annotations_needed(config):

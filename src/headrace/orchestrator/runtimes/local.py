@@ -113,8 +113,10 @@ class LocalProxy:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         try:
             result = getattr(self._part, method)(*args, **kwargs)
+        except HeadraceError:
+            raise
         except Exception as error:
-            raise self._as_failure(method, error)
+            raise self._as_failure(method, error) from error
         if not inspect.isawaitable(result):
             return result
         call_id = self._start(result, partial(self._answer, method, future))

@@ -81,11 +81,8 @@ class EngineDriver:
         def settle(sequence: Sequence | None, error: Exception | None) -> None:
             def apply() -> None:
                 if not done.done():
-                    if error is None:
-                        done.set_result(sequence.generation())  # type: ignore[union-attr]
-                    else:
-                        done.set_exception(error)
-                        done.exception()  # seen: nobody may wait any more
+                    done.set_exception(error) if error else done.set_result(sequence.generation())  # type: ignore[union-attr]
+                    done.exception()  # seen: nobody may wait any more
                 if pieces is not None:
                     pieces.put_nowait(None)
 

@@ -7,14 +7,16 @@ that the tree knows was made by the live weights: a swap clears it.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 _ENDS = 64
 """Most remembered ends: one holds a row of logits."""
+_TOKENS = attrgetter("tokens")
 
 
 @dataclass(slots=True, eq=False)
@@ -22,7 +24,7 @@ class Node:
     """One block in the tree.
 
     tokens: what the block holds from its start on; fewer than a block only at the end of a branch
-    children: blocks that continue it, in the order of their tokens; parts: those tokens
+    children: blocks that continue it, in the order of their tokens
     ends: tokens of the block -> what the forward pass said after so many of them
     """
 
@@ -30,13 +32,12 @@ class Node:
     tokens: tuple[int, ...] = ()
     block: int = -1
     children: list[Node] = field(default_factory=list)
-    parts: list[tuple[int, ...]] = field(default_factory=list)
     ends: dict[int, Any] = field(default_factory=dict)
 
     def closest(self, part: tuple[int, ...]) -> tuple[Node | None, int]:
         """The child that shares the longest beginning with `part`, and how long that is: it stands beside the place that
         `part` would have among them."""
-        at = bisect_left(self.parts, part)
+        at = bisect_left(self.children, part, key=_TOKENS)
         best, longest = None, 0
         for child in self.children[max(at - 1, 0) : at + 1]:
             shared = len(part) if child.tokens == part else common_length(child.tokens, part)
@@ -44,14 +45,8 @@ class Node:
                 best, longest = child, shared
         return best, longest
 
-    def add(self, child: Node) -> None:
-        at = bisect_left(self.parts, child.tokens)
-        self.parts.insert(at, child.tokens)
-        self.children.insert(at, child)
-
     def remove(self, child: Node) -> None:
-        at = bisect_left(self.parts, child.tokens)
-        del self.parts[at], self.children[at]
+        del self.children[bisect_left(self.children, child.tokens, key=_TOKENS)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +130,12 @@ class BlockTable:
                 own = self._nodes.get(block)
                 if own is None:
                     child = Node(node, part, block)
-                    node.add(child)
+                    insort(node.children, child, key=_TOKENS)
                     self._nodes[block] = child
                 elif own.parent is node and own.tokens == part[: len(own.tokens)]:
                     node.remove(own)
                     own.tokens, child = part, own
-                    node.add(own)
+                    insort(node.children, own, key=_TOKENS)
                 else:
                     break
             node = child

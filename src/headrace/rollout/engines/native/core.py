@@ -99,11 +99,9 @@ class NativeCore(Core):
     def advance(self) -> None:
         start = time.perf_counter()
         self._admit()
-        behind: list[Sequence] = []
-        caught_up: list[Sequence] = []
-        for one in self.running:
-            (behind if self._is_behind(one) else caught_up).append(one)
-        decoding = self._make_room(caught_up)
+        behind = [one for one in self.running if self._is_behind(one)]
+        late = set(behind)
+        decoding = self._make_room([one for one in self.running if one not in late])
         pieces, budget = [], self.prefill_tokens
         for sequence in behind:
             if budget and sequence in self.running:
@@ -227,7 +225,8 @@ class NativeCore(Core):
             if sequence.kv_length == len(sequence.ids):
                 sequence.started = True
                 drawing.append((sequence, match.end))
-        self._copy_tails()
+        if self._tails:
+            self._copy_tails()
         if admitted:
             self.waiting = [one for one in self.waiting if one not in admitted]
             self.running.sort(key=lambda one: one.arrival)
@@ -244,12 +243,9 @@ class NativeCore(Core):
             return False
         wanted = min(known - known % self.block_size + self.block_size, len(ids))
         start, last = ids[:wanted], ids[wanted - 1]
-        for other in behind:
-            # Most differ in their last token already, which is cheaper to see than to cut out what is compared.
-            if other.kv_length < wanted <= len(other.ids) and other.ids[wanted - 1] == last and other.kv_pure:
-                if other.ids[:wanted] == start:
-                    return True
-        return False
+        # Most differ in their last token already, which is cheaper to see than to cut out what is compared.
+        able = (one for one in behind if one.kv_length < wanted <= len(one.ids) and one.ids[wanted - 1] == last)
+        return any(other.kv_pure and other.ids[:wanted] == start for other in able)
 
     def _give_blocks(self, sequence: Sequence, match: Match) -> bool:
         """Blocks for all tokens of a sequence, shared where they are known. False when there is no room."""
@@ -271,8 +267,6 @@ class NativeCore(Core):
 
     def _copy_tails(self) -> None:
         """The shared beginnings of blocks that are filled further, all at once; held until now, so that they are there."""
-        if not self._tails:
-            return
         size, tails, self._tails = self.block_size, self._tails, []
         sources = [block * size + at for block, _, count in tails for at in range(count)]
         targets = [block * size + at for _, block, count in tails for at in range(count)]
