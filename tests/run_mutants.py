@@ -358,8 +358,8 @@ MUTANTS = [
     Mutant(
         "a retry draws other random numbers",
         "rollout/engines/sequences.py",
-        "return counter_uniform(self.seed, len(self.ids))",
-        "return counter_uniform(self.seed + self.request.key.attempt, len(self.ids))",
+        "seeds = [one.seed & _MASK64 for one in sequences]",
+        "seeds = [one.seed + one.request.key.attempt & _MASK64 for one in sequences]",
         ("tests/rollout/engines/test_saves.py::test_a_handle_that_is_gone_falls_back_to_the_prefix",),
     ),
     Mutant(

@@ -8,6 +8,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+"""`json.dumps` with other options than its own makes an encoder for every call."""
+
 
 def read_jsonl(path: Path) -> list[Any]:
     """Every line that parses, in order. An absent file gives no rows; torn and empty lines are passed over."""
@@ -60,7 +63,7 @@ class JsonlWriter:
             file.truncate(0)
 
     def write(self, row: Any) -> None:
-        self._lines.append(json.dumps(row, ensure_ascii=False, separators=(",", ":")))
+        self._lines.append(_encode(row))
         if len(self._lines) >= self._buffer_rows:
             self.flush()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +20,13 @@ Decode = Callable[[Sequence[int]], str]
 
 def version_runs(sample: TokenSample) -> list[tuple[int, int]]:
     """(version, tokens) of the sampled tokens, in order of sampling: [(3, 12), (4, 20)]."""
-    runs: list[tuple[int, int]] = []
-    for version in sample.policy_versions[np.asarray(sample.loss_mask, dtype=bool)]:
-        if runs and runs[-1][0] == version:
-            runs[-1] = (int(version), runs[-1][1] + 1)
-        else:
-            runs.append((int(version), 1))
-    return runs
+    sampled = sample.policy_versions[np.asarray(sample.loss_mask, dtype=bool)].tolist()
+    return [(version, sum(1 for _ in run)) for version, run in groupby(sampled)]
 
 
 def split_prompt(sample: TokenSample) -> tuple[list[int], list[int]]:
     """(prompt ids, the rest): the prompt ends at the first sampled token."""
-    ids = [int(token) for token in sample.token_ids]
+    ids = sample.token_ids.tolist()
     sampled = np.flatnonzero(np.asarray(sample.loss_mask))
     cut = int(sampled[0]) if sampled.size else len(ids)
     return ids[:cut], ids[cut:]
@@ -40,12 +36,18 @@ def _number(value: float | None) -> float | None:
     return None if value is None else finite_or_none(float(value))
 
 
-def _sample_row(sample: TokenSample, decode: Decode, advantages: Mapping[str, float]) -> dict[str, Any]:
+def _sample_row(
+    sample: TokenSample, decode: Decode, advantages: Mapping[str, float], prompts: dict[tuple[int, ...], str]
+) -> dict[str, Any]:
+    """prompts: texts of the group's prompts that are known already"""
     prompt, completion = split_prompt(sample)
+    key = tuple(prompt)
+    if key not in prompts:
+        prompts[key] = decode(prompt)
     row = {
         "sample_id": sample.sample_id,
         "agent": sample.agent,
-        "prompt": decode(prompt),
+        "prompt": prompts[key],
         "completion": decode(completion),
         "tokens": sample.completion_length,
         "finish_reason": sample.finish_reason,
@@ -62,10 +64,11 @@ def sample_rows(
     """One JSON-able row for each sample, group by group. `advantages` maps sample ids or episode ids to a number."""
     rows = []
     for group in groups:
+        prompts: dict[tuple[int, ...], str] = {}
         for place, episode in enumerate(group.episodes):
             score = group.scores[place] if place < len(group.scores) else Score(reward=None)
             for sample in episode.samples:
-                row = _sample_row(sample, decode, advantages or {})
+                row = _sample_row(sample, decode, advantages or {}, prompts)
                 if "advantage" not in row and advantages and episode.episode_id in advantages:
                     row["advantage"] = _number(advantages[episode.episode_id])
                 rows.append(_group_facts(group, episode, score) | row)

@@ -18,7 +18,13 @@ import numpy as np
 
 from headrace.exchange.codec import GroupWriter
 from headrace.training.advantages import group_advantages
-from headrace.training.batching import annotations_needed, denominator, filter_zero_variance, make_batches
+from headrace.training.batching import (
+    annotations_needed,
+    denominator,
+    filter_zero_variance,
+    make_batches,
+    rows_of_groups,
+)
 from headrace.training.config import TrainingConfig
 from headrace.training.metrics import batch_metrics, sharing_metrics
 from headrace.training.steps import episode_metrics, step_batch
@@ -74,10 +80,11 @@ class TokenLearner:
 
     async def train(self, units: Sequence[Group]) -> Metrics:
         advantages = group_advantages(units, self.config.advantage)
-        metrics = batch_metrics(units, advantages, self.config)
+        rows = rows_of_groups(units, advantages, self.config)
+        metrics = batch_metrics(units, advantages, self.config, rows)
         if self.config.stream_groups:
             return merge_metrics([metrics, await self._finish(units, advantages)])
-        minibatches = await self._minibatches(units, advantages)
+        minibatches = await self._minibatches(units, advantages, rows=rows)
         parts = [metrics, sharing_metrics(minibatches)]
         for _ in range(self.config.epochs):
             for micros in minibatches:
@@ -97,11 +104,11 @@ class TokenLearner:
         return metrics
 
     async def _minibatches(
-        self, units: Sequence[Group], advantages: list[Any], *, partial: bool = False
+        self, units: Sequence[Group], advantages: list[Any], *, partial: bool = False, rows: Any = None
     ) -> list[list[TokenBatch]]:
         """[minibatch][micro-batch], annotated."""
         config = self.config
-        minibatches = make_batches(units, advantages, config, max_length=self.max_length, partial=partial)
+        minibatches = make_batches(units, advantages, config, max_length=self.max_length, partial=partial, rows=rows)
         if config.loss.old_logprobs == "interpolated":
             minibatches = [[self._with_lags(micro) for micro in micros] for micros in minibatches]
         if needed := annotations_needed(config):

@@ -116,7 +116,10 @@ class Combiner:
 
     async def score(self, requests: Sequence[RewardRequest]) -> tuple[list[Score], int]:
         """One score for each request, in order, and how many parts were ended by their limit."""
-        columns = await asyncio.gather(*(self._parts(function, requests) for function in self._functions))
+        if any(function.asynchronous for function in self._functions):
+            columns = await asyncio.gather(*(self._parts(function, requests) for function in self._functions))
+        else:
+            columns = [await self._parts(function, requests) for function in self._functions]
         named = dict(zip((function.name for function in self._functions), columns, strict=True))
         ordered = {name: named[name] for name in self.weights}
         scores = [
@@ -158,7 +161,7 @@ class Combiner:
         limit = None
         try:
             value = call(argument)
-            if not inspect.isawaitable(value):
+            if isinstance(value, (float, int, list)) or not inspect.isawaitable(value):
                 return value
             async with asyncio.timeout(self._timeout_s) as limit:
                 return await value

@@ -38,3 +38,8 @@ class RewardConfig(Config):
     """A call beyond it is killed with its worker, which is replaced."""
     on_error: Literal["exclude", "zero"] = "exclude"
     """What a failed score becomes: no score (the episode leaves the baseline), or reward 0."""
+
+    @property
+    def unit(self) -> Literal["sample", "group"]:
+        """One function that wants its group makes all wait for the group."""
+        return "group" if any(function.unit == "group" for function in self.functions) else "sample"

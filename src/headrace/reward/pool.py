@@ -19,11 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.errors import CallTimeout, HeadraceError, WorkerDied
-from headrace.protocols import EventSink, Proxy, Resources, Rewarder, RewardRequest, RewardUnit, Runtime, WorkerContext
+from headrace.protocols import EventSink, Proxy, Resources, Rewarder, RewardRequest, Runtime
 from headrace.reward.combine import failed_score
 from headrace.reward.config import RewardConfig
+from headrace.reward.inline import InlineRewarder
 from headrace.reward.meter import RewardMeter
-from headrace.reward.worker import RewardWorker, ScoredCall, WorkerFacts, build_worker, score_event
+from headrace.reward.worker import ScoredCall, WorkerFacts, build_worker, score_event
 from headrace.types import Metrics, Score
 
 MAX_BATCH = 64
@@ -46,60 +47,6 @@ def build_rewarder(
     if config.workers == 0:
         return InlineRewarder(config, record, base_folder)
     return PooledRewarder(config, runtime, record, base_folder)
-
-
-def _unit(config: RewardConfig) -> RewardUnit:
-    """One function that wants its group makes all wait for the group."""
-    return "group" if any(function.unit == "group" for function in config.functions) else "sample"
-
-
-class InlineRewarder(Rewarder):
-    """Scores in this process (`workers = 0`): nothing can end a function that blocks."""
-
-    def __init__(self, config: RewardConfig, record: EventSink, base_folder: Path) -> None:
-        self.unit = _unit(config)
-        self.meter = RewardMeter()
-        self._config = config
-        self._record = record
-        self._base_folder = base_folder
-        self._worker: RewardWorker | None = None
-        self._began_s: dict[int, float] = {}
-        self._calls = 0
-
-    async def start(self) -> None:
-        """Load the functions. Idempotent."""
-        if self._worker is None:
-            self._worker = RewardWorker(
-                WorkerContext(name="reward-0", record=self._record), self._config, self._base_folder
-            )
-            self.meter.start(asyncio.get_running_loop().time())
-
-    async def score(self, requests: Sequence[RewardRequest]) -> list[Score]:
-        await self.start()
-        assert self._worker is not None
-        if not requests:
-            return []
-        loop = asyncio.get_running_loop()
-        self._calls += 1
-        call, began_s = self._calls, loop.time()
-        self._began_s[call] = began_s
-        try:
-            reply = await self._worker.score(requests)
-        finally:
-            del self._began_s[call]
-            self.meter.called(loop.time() - began_s, len(requests))
-        self.meter.count("timeouts", reply.timeouts)
-        self.meter.finished(reply.scores)
-        return reply.scores
-
-    def metrics(self) -> Metrics:
-        """What happened since the last call of this."""
-        now_s = asyncio.get_running_loop().time()
-        return self.meter.window(now_s, 0, 1, [now_s - began_s for began_s in self._began_s.values()])
-
-    async def close(self) -> None:
-        if self._worker is not None:
-            await self._worker.close()
 
 
 @dataclass(slots=True, eq=False)
@@ -127,7 +74,7 @@ class PooledRewarder(Rewarder):
     """Scores in worker processes of its own, `config.workers` of them, one call at a time each."""
 
     def __init__(self, config: RewardConfig, runtime: Runtime, record: EventSink, base_folder: Path) -> None:
-        self.unit = _unit(config)
+        self.unit = config.unit
         self.meter = RewardMeter()
         self._config = config
         self._runtime = runtime

@@ -49,10 +49,11 @@ def rewards_of(group: Group) -> Array:
 
 def is_zero_variance(rewards: Array) -> bool:
     """Fewer than two valid rewards, or a spread that is only rounding: nothing to learn from the comparison."""
-    valid = rewards[~np.isnan(rewards)]
-    if valid.size < 2:
+    valid = [reward for reward in rewards.tolist() if reward == reward]
+    if len(valid) < 2:
         return True
-    return bool(np.ptp(valid) <= 1e-9 * max(1.0, float(np.abs(valid).max())))
+    low, high = min(valid), max(valid)
+    return high - low <= 1e-9 * max(1.0, abs(low), abs(high))
 
 
 def advantage_function(config: AdvantageConfig) -> AdvantageFn:
@@ -71,17 +72,16 @@ def group_advantages(groups: Sequence[Group], config: AdvantageConfig) -> list[A
     for group in groups:
         rewards = rewards_of(group)
         valid = ~np.isnan(rewards)
-        result = np.full(rewards.shape, np.nan)
-        result[valid] = 0.0
-        if valid.sum() < 2:
-            logger.warning("group %s has %d scored episodes: its advantages are 0", group.group_id, valid.sum())
+        result = np.where(valid, 0.0, np.nan)
+        if (scored := int(np.count_nonzero(valid))) < 2:
+            logger.warning("group %s has %d scored episodes: its advantages are 0", group.group_id, scored)
         elif not is_zero_variance(rewards):
             try:
                 credit = np.asarray(rule(rewards[valid], config), dtype=np.float64)
             except Exception as error:
                 words = f"{type(error).__name__}: {error}"
                 raise TrainingFailed(f"training.advantage.function: {config.function!r} raised {words}") from error
-            if credit.shape != (valid.sum(),) or not np.isfinite(credit).all():
+            if credit.shape != (scored,) or not np.isfinite(credit).all():
                 raise TrainingFailed(
                     f"training.advantage.function: {config.function!r} gave {credit.tolist()} for the rewards "
                     f"{rewards[valid].tolist()}; wanted as many finite numbers"

@@ -15,8 +15,8 @@ from headrace.types import Array, BatchCounts, Group, LogitShape, SamplingMask, 
 
 
 @dataclass(slots=True)
-class _Row:
-    """One sample to train on, cut to what the forward pass needs; `number` counts within the group.
+class Row:
+    """One sample to train on, cut to what the forward pass needs; `group` counts within the batch, `number` in the group.
 
     tokens: [L] inputs and, last, the last target; targets: [m] indices into tokens
     """
@@ -68,23 +68,27 @@ def make_batches(
     max_length: int,
     share_prefix: bool = True,
     partial: bool = False,
+    rows: Sequence[Sequence[Row]] | None = None,
 ) -> list[list[TokenBatch]]:
     """[minibatch][micro-batch]: one pass over the groups, one optimiser step a minibatch.
 
     advantages: one [E] array a group, NaN for an episode that is left out (as `group_advantages` gives them)
     max_length: the constant L of constant-length normalising
     partial: the groups are part of a batch whose size is not known yet: the loss is left undivided (see `denominator`)
+    rows: those of the groups, where somebody has made them already
 
     A group without any advantage is left out of the forward pass when its gradient is exactly 0; it is still counted in
     what the loss is divided by. A minibatch with nothing to train is left out whole.
     """
     minibatches = []
+    every = rows_of_groups(groups, advantages, config) if rows is None else rows
     for part in np.array_split(np.arange(len(groups)), min(config.minibatches, max(len(groups), 1))):
-        rows = [rows_of_group(groups[g], advantages[g], config, index) for index, g in enumerate(part)]
+        rows = [every[g] for g in part]
         counts = _count(rows, max_length)
         trained = [row for group_rows in rows if not is_idle(group_rows, config) for row in group_rows]
         divided_by = BatchCounts(tokens=1, sequences=1, groups=1, max_length=max_length) if partial else counts
-        micros = [_pack(*micro, divided_by) for micro in _micros(trained, config.micro_tokens, share_prefix)]
+        first = int(part[0]) if part.size else 0
+        micros = [_pack(*micro, divided_by, first) for micro in _micros(trained, config.micro_tokens, share_prefix)]
         if micros and counts.tokens:
             minibatches.append(micros)
     return minibatches
@@ -92,31 +96,43 @@ def make_batches(
 
 def denominator(groups: Sequence[Group], advantages: Sequence[Array], config: TrainingConfig) -> int:
     """What the loss of `partial` micro-batches is still to be divided by, over all groups of the batch."""
-    rows = [rows_of_group(group, a, config) for group, a in zip(groups, advantages, strict=True)]
-    counts = _count(rows, 1)
+    counts = _count(rows_of_groups(groups, advantages, config), 1)
     return max(1, counts.tokens if config.loss.normalise == "token" else counts.sequences)
 
 
-def rows_of_group(group: Group, advantages: Array, config: TrainingConfig, index: int = 0) -> list[_Row]:
-    """The group's samples that have targets and an advantage; a truncated one has weight 0 when the config masks them."""
-    rows = []
-    for episode, score, advantage in zip(group.episodes, group.scores, advantages, strict=True):
-        if advantage != advantage:  # NaN; asking numpy of a scalar costs more than the rest of the line
+def rows_of_groups(groups: Sequence[Group], advantages: Sequence[Array], config: TrainingConfig) -> list[list[Row]]:
+    """[group] its samples that have targets and an advantage; a truncated one has weight 0 when the config masks them."""
+    rows: list[list[Row]] = [[] for _ in groups]
+    found = []
+    for index, (group, credits) in enumerate(zip(groups, advantages, strict=True)):
+        for episode, score, advantage in zip(group.episodes, group.scores, np.asarray(credits).tolist(), strict=True):
+            if advantage == advantage:  # not NaN
+                for segment, sample in enumerate(episode.samples):
+                    found.append((index, sample, advantage, score.per_token if segment == 0 else None))
+    if not found:
+        return rows
+    # One search in all masks together; a first token is nobody's target.
+    lengths = np.array([len(sample.loss_mask) for _, sample, _, _ in found])
+    starts = np.cumsum(lengths) - lengths
+    mask = np.concatenate([sample.loss_mask for _, sample, _, _ in found]) != 0
+    mask[starts[lengths > 0]] = False
+    places = np.flatnonzero(mask)
+    bounds = np.searchsorted(places, [*starts.tolist(), len(mask)]).tolist()
+    places -= np.repeat(starts, np.diff(bounds))
+    for (index, sample, advantage, per_token), (low, high) in zip(found, pairwise(bounds), strict=True):
+        if low == high:
             continue
-        for segment, sample in enumerate(episode.samples):
-            targets = np.flatnonzero(np.asarray(sample.loss_mask[1:])) + 1
-            if not targets.size:
-                continue
-            credit = np.full(targets.size, advantage, dtype=np.float32)
-            if score.per_token is not None and segment == 0:
-                credit += np.asarray(score.per_token, dtype=np.float32)[targets]
-            masked = config.loss.mask_truncated and sample.finish_reason == "length"
-            tokens = np.asarray(sample.token_ids[: targets[-1] + 1], dtype=np.int64)
-            rows.append(_Row(sample, index, len(rows), 0.0 if masked else 1.0, tokens, targets, credit))
+        targets = places[low:high]
+        credit = np.full(high - low, advantage, dtype=np.float32)
+        if per_token is not None:
+            credit += np.asarray(per_token, dtype=np.float32)[targets]
+        masked = config.loss.mask_truncated and sample.finish_reason == "length"
+        tokens = np.asarray(sample.token_ids[: int(targets[-1]) + 1], dtype=np.int64)
+        rows[index].append(Row(sample, index, len(rows[index]), 0.0 if masked else 1.0, tokens, targets, credit))
     return rows
 
 
-def is_idle(rows: Sequence[_Row], config: TrainingConfig) -> bool:
+def is_idle(rows: Sequence[Row], config: TrainingConfig) -> bool:
     """The group's gradient is exactly 0 whatever the model says: no credit, no KL term, and a loss that we know."""
     if not any(row.weight for row in rows):
         return True
@@ -124,7 +140,7 @@ def is_idle(rows: Sequence[_Row], config: TrainingConfig) -> bool:
     return known and not any(row.weight and row.advantages.any() for row in rows)
 
 
-def _count(rows: Sequence[Sequence[_Row]], max_length: int) -> BatchCounts:
+def _count(rows: Sequence[Sequence[Row]], max_length: int) -> BatchCounts:
     counted = [[row for row in group if row.weight] for group in rows]
     return BatchCounts(
         tokens=sum(row.targets.size for group in counted for row in group),
@@ -134,7 +150,7 @@ def _count(rows: Sequence[Sequence[_Row]], max_length: int) -> BatchCounts:
     )
 
 
-def _micros(rows: Sequence[_Row], limit: int, share_prefix: bool) -> Iterator[tuple[list[_Row], list[int]]]:
+def _micros(rows: Sequence[Row], limit: int, share_prefix: bool) -> Iterator[tuple[list[Row], list[int]]]:
     """(rows, how many leading inputs each shares with the row before it) of one micro-batch after the other.
 
     In the order of their tokens, neighbours have the most in common, and a row adds only what it does not share. A
@@ -142,7 +158,7 @@ def _micros(rows: Sequence[_Row], limit: int, share_prefix: bool) -> Iterator[tu
     """
     if share_prefix:
         rows = sorted(rows, key=lambda row: row.inputs.astype(">u4").tobytes())
-    micro: list[_Row] = []
+    micro: list[Row] = []
     shared: list[int] = []
     size = 0
     for row in rows:
@@ -157,7 +173,7 @@ def _micros(rows: Sequence[_Row], limit: int, share_prefix: bool) -> Iterator[tu
         yield micro, shared
 
 
-def _common(a: _Row, b: _Row) -> int:
+def _common(a: Row, b: Row) -> int:
     """Length of the common start of their inputs: the same tokens, and the same experts where those were recorded."""
     n = _agree(a.inputs, b.inputs)
     return min(n, _agree(a.routes, b.routes)) if a.routes is not None and b.routes is not None else n
@@ -166,11 +182,14 @@ def _common(a: _Row, b: _Row) -> int:
 def _agree(a: Array, b: Array) -> int:
     """How many first entries are equal."""
     n = min(len(a), len(b))
-    different = (a[:n] != b[:n]).reshape(n, -1).any(axis=1)
-    return int(different.argmax()) if different.any() else n
+    different = a[:n] != b[:n]
+    if different.ndim > 1:
+        different = different.reshape(n, -1).any(axis=1)
+    first = int(different.argmax()) if n else 0
+    return first if n and different[first] else n
 
 
-def _pack(rows: Sequence[_Row], shared: Sequence[int], counts: BatchCounts) -> TokenBatch:
+def _pack(rows: Sequence[Row], shared: Sequence[int], counts: BatchCounts, first_group: int) -> TokenBatch:
     """Lay out the tree of the rows' inputs, each common start once, depth first; then list the targets by sample."""
     tokens, positions, lengths, parents = [], [], [], []
     input_rows: list[Array] = []
@@ -198,22 +217,29 @@ def _pack(rows: Sequence[_Row], shared: Sequence[int], counts: BatchCounts) -> T
     rows, input_rows = [rows[i] for i in by_sample], [input_rows[i] for i in by_sample]
 
     sizes = [row.targets.size for row in rows]
+    targets = np.concatenate([row.targets for row in rows])
+    # Where the targets stand in all samples, and in all rows' inputs, one after another. Token t is predicted by input t - 1.
+    in_samples = targets + np.repeat(_starts([len(row.sample.token_ids) for row in rows]), sizes)
+    in_inputs = targets - 1 + np.repeat(_starts([len(at) for at in input_rows]), sizes)
+
+    def of_targets(name: str) -> Array:
+        return np.concatenate([getattr(row.sample, name) for row in rows])[in_samples]
+
     return TokenBatch(
         token_ids=np.concatenate(tokens),
         position_ids=np.concatenate(positions),
         segment_ids=np.repeat(np.arange(len(lengths)), lengths),
         segment_parents=np.array(parents, dtype=np.int64),
-        target_ids=np.concatenate([row.tokens[row.targets] for row in rows]),
-        # Token t is predicted by input t - 1.
-        target_rows=np.concatenate([at[row.targets - 1] for row, at in zip(rows, input_rows, strict=True)]),
+        target_ids=of_targets("token_ids").astype(np.int64),
+        target_rows=np.concatenate(input_rows)[in_inputs],
         target_samples=np.repeat(np.arange(len(rows)), sizes),
-        target_positions=np.concatenate([np.arange(size) for size in sizes]),
-        target_versions=_of_targets(rows, "policy_versions", np.int64),
-        behavior_logprobs=_of_targets(rows, "behavior_logprobs", np.float32),
+        target_positions=np.arange(len(targets)) - np.repeat(_starts(sizes), sizes),
+        target_versions=of_targets("policy_versions").astype(np.int64),
+        behavior_logprobs=of_targets("behavior_logprobs").astype(np.float32),
         advantages=np.concatenate([row.advantages for row in rows]),
         sample_ids=tuple(row.sample.sample_id for row in rows),
         sample_weights=np.array([row.weight for row in rows], dtype=np.float32),
-        sample_groups=np.array([row.group for row in rows], dtype=np.int64),
+        sample_groups=np.array([row.group for row in rows], dtype=np.int64) - first_group,
         temperatures=np.array([row.sample.sampling.temperature for row in rows], dtype=np.float32),
         counts=counts,
         logit_shapes=_logit_shapes(rows),
@@ -222,11 +248,12 @@ def _pack(rows: Sequence[_Row], shared: Sequence[int], counts: BatchCounts) -> T
     )
 
 
-def _of_targets(rows: Sequence[_Row], name: str, dtype: type) -> Array:
-    return np.concatenate([np.asarray(getattr(row.sample, name))[row.targets] for row in rows]).astype(dtype)
+def _starts(lengths: Sequence[int]) -> Array:
+    """[N] where each of N pieces begins when they stand one after another."""
+    return np.cumsum([0, *lengths[:-1]])
 
 
-def _expert_routing(rows: Sequence[_Row], input_rows: Sequence[Array], inputs: int) -> Array | None:
+def _expert_routing(rows: Sequence[Row], input_rows: Sequence[Array], inputs: int) -> Array | None:
     """[N, layers, top_k] experts of the inputs, -1 where a sample has none. None when nothing was recorded."""
     recorded = next((row.sample.expert_routing for row in rows if row.sample.expert_routing is not None), None)
     if recorded is None:
@@ -238,12 +265,12 @@ def _expert_routing(rows: Sequence[_Row], input_rows: Sequence[Array], inputs: i
     return routes
 
 
-def _logit_shapes(rows: Sequence[_Row]) -> tuple[LogitShape, ...] | None:
+def _logit_shapes(rows: Sequence[Row]) -> tuple[LogitShape, ...] | None:
     shapes = tuple(row.sample.sampling.logit_shape for row in rows)
     return shapes if any(shape != (1.0, ()) for shape in shapes) else None
 
 
-def _sampling_mask(rows: Sequence[_Row]) -> SamplingMask | None:
+def _sampling_mask(rows: Sequence[Row]) -> SamplingMask | None:
     """[M] supports of the targets; an empty one restricts nothing. None when no sample recorded any."""
     if all(row.sample.sampling_mask is None for row in rows):
         return None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from headrace.training.advantages import is_zero_variance, rewards_of
-from headrace.training.batching import is_idle, rows_of_group
+from headrace.training.batching import Row, is_idle, rows_of_groups
 from headrace.training.config import TrainingConfig
 from headrace.types import Array, Group, Metrics, Stat, TokenBatch
 
@@ -20,9 +21,15 @@ def _of(values: Sequence[float] | Array) -> Stat:
 
 
 def batch_metrics(
-    groups: Sequence[Group], advantages: Sequence[Array] | None = None, config: TrainingConfig | None = None
+    groups: Sequence[Group],
+    advantages: Sequence[Array] | None = None,
+    config: TrainingConfig | None = None,
+    rows: Sequence[Sequence[Row]] | None = None,
 ) -> Metrics:
-    """Rewards, their spread, lengths and finish reasons of a batch's episodes; what training leaves out, when it is told."""
+    """Rewards, their spread, lengths and finish reasons of a batch's episodes; what training leaves out, when it is told.
+
+    rows: the groups' (`batching.rows_of_groups`), where somebody has made them already
+    """
     metrics: Metrics = {**_reward_metrics(groups), **_part_metrics(groups), **_length_metrics(groups)}
     if advantages is not None:
         flat = np.concatenate([np.asarray(a, dtype=np.float64) for a in advantages]) if len(advantages) else np.zeros(0)
@@ -30,7 +37,7 @@ def batch_metrics(
         metrics["advantage/mean"] = _of(flat)
         metrics["advantage/abs_mean"] = _of(np.abs(flat))
     if advantages is not None and config is not None:
-        rows = [rows_of_group(g, a, config) for g, a in zip(groups, advantages, strict=True)]
+        rows = rows_of_groups(groups, advantages, config) if rows is None else rows
         idle = [is_idle(r, config) for r in rows]
         metrics["batch/idle_groups"] = Stat(float(sum(idle)), 1.0)
         metrics["batch/empty"] = Stat(float(all(idle)), 1.0)
@@ -58,14 +65,15 @@ def _reward_metrics(groups: Sequence[Group]) -> Metrics:
     rewards = [rewards_of(group) for group in groups]
     flat = np.concatenate(rewards) if rewards else np.zeros(0)
     valid = flat[~np.isnan(flat)]
-    spreads = [r[~np.isnan(r)].std() for r in rewards if (~np.isnan(r)).any()]
+    scored = [r[~np.isnan(r)] for r in rewards]
+    spreads = [r.std() for r in scored if r.size]
     return {
         "reward/mean": _of(valid),
         "reward/std": Stat(float(valid.std())) if valid.size else Stat(0.0, 0.0),
         "reward/group_std": _of(spreads),
         "reward/unscored": Stat(float(flat.size - valid.size), 1.0),
         "group/zero_variance_share": _of([float(is_zero_variance(r)) for r in rewards]),
-        "group/too_small": Stat(float(sum((~np.isnan(r)).sum() < 2 for r in rewards)), 1.0),
+        "group/too_small": Stat(float(sum(r.size < 2 for r in scored)), 1.0),
         "group/size_mean": _of([float(len(r)) for r in rewards]),
     }
 
@@ -76,7 +84,7 @@ def _part_metrics(groups: Sequence[Group]) -> Metrics:
     for score in (score for group in groups for score in group.scores):
         for name, value in score.parts.items():
             found = parts.setdefault(name, [])
-            if value is not None and np.isfinite(value):
+            if value is not None and math.isfinite(value):
                 found.append(float(value))
     return {f"reward/part/{name}": _of(values) for name, values in parts.items()}
 

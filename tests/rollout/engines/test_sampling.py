@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from headrace.rollout.engines.sampling import Draw, draw_plain, draw_truncated
 from headrace.rollout.engines.sampling import sample as sample_in_place
-from headrace.rollout.engines.sequences import counter_uniform
+from headrace.rollout.engines.sequences import counter_uniforms
 from headrace.types import SamplingParams
 
 
@@ -113,7 +113,7 @@ def test_a_token_outside_the_kept_set_never_comes(params):
     logits = 4 * torch.randn(64, 1000)
     logits[:, 500:] = float("-inf")
     edges = [0.0, ALMOST_ONE, 0.5, 1e-300]
-    for uniform in (*edges, *(counter_uniform(3, i) for i in range(12))):
+    for uniform in (*edges, *counter_uniforms([3], range(12)).tolist()):
         for row, d in enumerate(sample(logits, [Draw(SamplingParams(**params), uniform, record=bool(params))] * 64)):
             assert torch.isfinite(logits[row, d.token])
             assert not params or d.token in d.kept
@@ -158,7 +158,7 @@ def test_noise_in_the_logits_moves_a_draw_only_across_a_bound():
     logits = 2 * torch.randn(40)
     logits[7] = logits[8] + 1e-7  # whose order by likelihood turns with the noise
     for params in (dict(), dict(top_k=12), dict(top_k=30, min_p=0.001)):
-        numbers = [counter_uniform(1, i) for i in range(400)]
+        numbers = counter_uniforms([1], range(400)).tolist()
         draws = [Draw(SamplingParams(**params), u, record=True) for u in numbers]
         one = sample(logits.expand(400, -1), draws)
         other = sample((logits + 1e-6 * torch.randn(400, 40)), draws)
@@ -244,8 +244,8 @@ def test_logits_that_are_not_finite_are_told_apart(params):
 
 
 def test_random_numbers_are_even_and_depend_on_seed_and_position_alone():
-    numbers = np.array([counter_uniform(seed, at) for seed in range(40) for at in range(500)])
-    assert counter_uniform(5, 9) == counter_uniform(5, 9) != counter_uniform(9, 5)
+    numbers = counter_uniforms(np.repeat(np.arange(40), 500), np.tile(np.arange(500), 40))
+    assert counter_uniforms([5], [9]) == counter_uniforms([5, 1], [9, 1])[0] != counter_uniforms([9], [5])
     assert numbers.min() >= 0 and numbers.max() < 1 and len(set(numbers.tolist())) == numbers.size
     counts = np.histogram(numbers, bins=50, range=(0, 1))[0]
     assert ((counts - 400) ** 2 / 400).sum() < 100  # chi-square, 49 degrees: 1 in 40,000 beyond

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 from headrace.errors import HeadraceError, PartFailed, WorkerDied
@@ -65,7 +66,7 @@ class LocalProxy:
         self._alive = True
         self._next_id = 0
         self._pending: dict[int, asyncio.Future[Any]] = {}
-        self._tasks: dict[int, asyncio.Task[None]] = {}  # ordered, and strong: the loop holds tasks weakly
+        self._tasks: dict[int, asyncio.Future[Any]] = {}  # ordered, and strong: the loop holds tasks weakly
 
     @property
     def alive(self) -> bool:
@@ -110,33 +111,34 @@ class LocalProxy:
     async def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._require_alive()
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        call_id = self._start(self._run(method, args, kwargs, future))
+        try:
+            result = getattr(self._part, method)(*args, **kwargs)
+        except HeadraceError:
+            raise
+        except Exception as error:
+            raise self._as_failure(method, error) from error
+        if not inspect.isawaitable(result):
+            return result
+        call_id = self._start(result, partial(self._answer, method, future))
         self._pending[call_id] = future
         try:
             return await future
         finally:
             self._pending.pop(call_id, None)
 
-    async def _run(
-        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], future: asyncio.Future[Any]
-    ) -> None:
-        result, failure = None, None
-        try:
-            result = getattr(self._part, method)(*args, **kwargs)
-            if inspect.isawaitable(result):
-                result = await result
-        except asyncio.CancelledError:
-            if not self._alive:
-                raise
+    def _answer(self, method: str, future: asyncio.Future[Any], ended: asyncio.Future[Any]) -> None:
+        """Hand the part's own future on, unless nobody waits any more."""
+        if ended.cancelled():
             failure = PartFailed(f"{self.name}.{method}: cancelled inside the part")
-        except Exception as error:
-            failure = self._as_failure(method, error)
+        else:
+            error = ended.exception()
+            failure = self._as_failure(method, error) if error is not None else None
         if future.done():
-            self.ignored_replies += 1
+            self.ignored_replies += self._alive or not ended.cancelled()
         elif failure is not None:
             future.set_exception(failure)
         else:
-            future.set_result(result)
+            future.set_result(ended.result())
 
     async def _stream(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AsyncIterator[Any]:
         self._require_alive()
@@ -174,12 +176,17 @@ class LocalProxy:
         finally:
             self._pending.pop(call_id, None)
 
-    def _start(self, coroutine: Any) -> int:
+    def _start(self, work: Any, told: Callable[[asyncio.Future[Any]], None] = lambda ended: None) -> int:
+        """Work of the part's in a task of its own; `told` is called when it has ended."""
         call_id = self._next_id
         self._next_id += 1
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks[call_id] = task
-        task.add_done_callback(lambda _: self._tasks.pop(call_id, None))
+        task = self._tasks[call_id] = asyncio.ensure_future(work)
+
+        def end(ended: asyncio.Future[Any]) -> None:
+            self._tasks.pop(call_id, None)
+            told(ended)
+
+        task.add_done_callback(end)
         return call_id
 
     async def _close_part(self) -> None:

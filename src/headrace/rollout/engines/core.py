@@ -15,7 +15,7 @@ from headrace.errors import PartFailed, RequestRefused, StaleTicket
 from headrace.protocols import PauseMode, RunningPolicy, WorkerContext
 from headrace.rollout.engines.models import weights_digest
 from headrace.rollout.engines.sampling import Draw, Drawn, sample
-from headrace.rollout.engines.sequences import Sequence, check_finish, open_sequence
+from headrace.rollout.engines.sequences import Sequence, check_finish, next_uniforms, open_sequence
 from headrace.types import NO_VERSION, EngineStats, Event, GenerateRequest, Generation, WeightTicket
 
 if TYPE_CHECKING:
@@ -71,10 +71,12 @@ class Core(ABC):
 
     def submit(self, request: GenerateRequest, listener: Listener, reporter: Reporter | None = None) -> None:
         """Queue a request. Raises RequestRefused for one that can never be served."""
-        if request.request_id in self._listeners:
-            raise RequestRefused(f"request {request.request_id} is already on this engine")
+        request_id = request.request_id
+        if request_id in self._listeners:
+            raise RequestRefused(f"request {request_id} is already on this engine")
         sequence = open_sequence(
             request,
+            request_id,
             vocab_size=self.facts.vocab_size,
             context_length=self.longest(),
             end_ids=self.facts.end_ids,
@@ -86,9 +88,9 @@ class Core(ABC):
             return
         sequence.arrival = self._arrivals
         self._arrivals += 1
-        self._listeners[sequence.request_id] = listener
+        self._listeners[request_id] = listener
         if reporter is not None:
-            self._reporters[sequence.request_id] = reporter
+            self._reporters[request_id] = reporter
         self.waiting.append(sequence)
 
     def abort(self, request_id: str, keep_kv: bool = False) -> Generation | None:
@@ -163,8 +165,8 @@ class Core(ABC):
         routes: [R, layers, top_k] experts of the rows that gave the logits, for models that have them
         """
         draws = [
-            Draw(one.request.sampling, one.uniform(), one.banned(), record=one.masks is not None, seen=one.ids)
-            for one in sequences
+            Draw(one.request.sampling, uniform, one.banned(), record=one.masks is not None, seen=one.ids)
+            for one, uniform in zip(sequences, next_uniforms(sequences), strict=True)
         ]
         for row, (sequence, drawn) in enumerate(zip(sequences, self.sample(logits, draws), strict=True)):
             if drawn is None:

@@ -77,12 +77,12 @@ class EngineDriver:
         self._check()
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Generation] = loop.create_future()
-        done.add_done_callback(_retrieve)
 
         def settle(sequence: Sequence | None, error: Exception | None) -> None:
             def apply() -> None:
                 if not done.done():
                     done.set_exception(error) if error else done.set_result(sequence.generation())  # type: ignore[union-attr]
+                    done.exception()  # seen: nobody may wait any more
                 if pieces is not None:
                     pieces.put_nowait(None)
 
@@ -260,7 +260,7 @@ class EngineDriver:
             self._pass()
 
     def _start_pump(self) -> None:
-        if self._failure is None and self.core.ready and (self._pump is None or self._pump.done()):
+        if (self._pump is None or self._pump.done()) and self._failure is None and self.core.ready:
             self._pump = asyncio.get_running_loop().create_task(self._run_inline(), name=self.core.context.name)
 
     async def _run_inline(self) -> None:
@@ -296,12 +296,6 @@ def _stand_back(threads: int, busy: Callable[[], bool]) -> None:
 def _resolve(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
-
-
-def _retrieve(future: asyncio.Future[Generation]) -> None:
-    """Mark an exception as seen: the waiter may have been cancelled before it came."""
-    if not future.cancelled():
-        future.exception()
 
 
 def _tail(generation: Generation, seen: int) -> Generation:

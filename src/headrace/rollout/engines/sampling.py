@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,8 +23,7 @@ _EVERYTHING = np.zeros(0, dtype=np.int32)
 """The record of a token that was drawn from the whole vocabulary."""
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
+class Draw(NamedTuple):
     """How one row is drawn.
 
     uniform: its random number in [0, 1); banned: ids that may not come; record: whether the kept ids are wanted
@@ -37,8 +37,7 @@ class Draw:
     seen: Sequence[int] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
+class Drawn(NamedTuple):
     """token: drawn id; logprob of it; kept: ascending ids that it was drawn from, none of them listed for all."""
 
     token: int
@@ -64,17 +63,16 @@ class Rows:
 def sample(logits: torch.Tensor, draws: list[Draw]) -> list[Drawn | None]:
     """[R, V] logits and R draws into R tokens. None where the logits are not finite. The logits may be overwritten."""
     logits = logits.float()
+    kinds: dict[str, list[int]] = {}
     for row, draw in enumerate(draws):
         if draw.banned or shapes_logits(draw.params):
             _shape(logits[row], draw)
-    out: list[Drawn | None] = [None] * len(draws)
-    kinds: dict[str, list[int]] = {}
-    for row, draw in enumerate(draws):
         kinds.setdefault(_kind(draw.params), []).append(row)
+    if len(kinds) == 1:
+        return _draw(*kinds, logits, draws)
+    out: list[Drawn | None] = [None] * len(draws)
     for kind, rows in kinds.items():
-        part = logits if len(rows) == len(draws) else logits[rows]
-        chosen = [draws[row] for row in rows]
-        for row, one in zip(rows, _draw(kind, part, chosen), strict=True):
+        for row, one in zip(rows, _draw(kind, logits[rows], [draws[row] for row in rows]), strict=True):
             out[row] = one
     return out
 
@@ -129,7 +127,7 @@ def _draw(kind: str, logits: torch.Tensor, draws: list[Draw]) -> list[Drawn | No
                 top_p=torch.tensor([one.top_p for one in params], dtype=torch.float64),
                 min_p=torch.tensor([one.min_p for one in params], dtype=torch.float64),
             )
-    found = zip(rows.tokens.tolist(), rows.logprobs.tolist(), rows.finite.tolist(), draws, strict=True)
+    found = zip(rows.tokens.tolist(), rows.logprobs.clamp(max=0.0).tolist(), rows.finite.tolist(), draws, strict=True)
     out: list[Drawn | None] = []
     for row, (token, logprob, finite, draw) in enumerate(found):
         kept = None
@@ -137,7 +135,7 @@ def _draw(kind: str, logits: torch.Tensor, draws: list[Draw]) -> list[Drawn | No
             kept = limited[row]
         elif draw.record:
             kept = rows.kept[row, : int(rows.counts[row])].numpy().astype(np.int32)
-        out.append(Drawn(token, min(logprob, 0.0), kept) if finite else None)
+        out.append(Drawn(token, logprob, kept) if finite else None)
     return out
 
 
@@ -154,13 +152,15 @@ def _greedy(logits: torch.Tensor) -> Rows:
 
 
 def draw_plain(scaled: torch.Tensor, uniforms: torch.Tensor) -> Rows:
-    """[R, V] logits, overwritten, and [R] numbers in [0, 1), in two levels: first the block of 256 ids, then the id."""
+    """[R, V] logits, overwritten, and [R] numbers in [0, 1), in two levels: first the block of 256 ids (or all of fewer),
+    then the id."""
     rows, vocab = scaled.shape
     # In place: a fresh [R, V] tensor would cost more in page faults than the arithmetic.
     weights = scaled.sub_(scaled.amax(dim=-1, keepdim=True)).exp_()
-    if vocab % _BLOCK:
-        weights = torch.nn.functional.pad(weights, (0, _BLOCK - vocab % _BLOCK))
-    blocks = weights.view(rows, -1, _BLOCK)
+    size = min(_BLOCK, vocab)
+    if vocab % size:
+        weights = torch.nn.functional.pad(weights, (0, size - vocab % size))
+    blocks = weights.view(rows, -1, size)
     coarse = blocks.sum(dim=-1).double().cumsum(dim=-1)
     total = coarse[:, -1]
     target = uniforms * total
@@ -171,11 +171,11 @@ def draw_plain(scaled: torch.Tensor, uniforms: torch.Tensor) -> Rows:
     fine = inside.cumsum(dim=-1)
     offset = (fine <= (target - before)[:, None]).sum(dim=-1)
     # Rounding may put the target at or past the end of its block; the last id of positive weight is then the one meant.
-    for row in torch.nonzero(offset >= _BLOCK).flatten().tolist():
-        positive = torch.nonzero(weights[row, : (int(block[row]) + 1) * _BLOCK] > 0).flatten()
+    for row in torch.nonzero(offset >= size).flatten().tolist():
+        positive = torch.nonzero(weights[row, : (int(block[row]) + 1) * size] > 0).flatten()
         last = int(positive[-1]) if positive.numel() else 0
-        block[row], offset[row] = last // _BLOCK, last % _BLOCK
-    tokens = (block * _BLOCK + offset).clamp_(max=vocab - 1)
+        block[row], offset[row] = last // size, last % size
+    tokens = (block * size + offset).clamp_(max=vocab - 1)
     return Rows(tokens, weights[index, tokens].double().log() - total.log(), torch.isfinite(total))
 
 

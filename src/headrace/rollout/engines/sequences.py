@@ -13,7 +13,7 @@ from headrace.rollout.config import sampling_problem
 from headrace.types import FinishReason, GenerateRequest, Generation, SamplingMask
 
 _MASK64 = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +30,7 @@ class Sequence:
     """
 
     request: GenerateRequest
+    request_id: str
     ids: list[int]
     prompt_length: int
     limit: int
@@ -61,10 +62,6 @@ class Sequence:
     """Version and weights that it finishes on; None: the live ones."""
 
     @property
-    def request_id(self) -> str:
-        return self.request.request_id
-
-    @property
     def count(self) -> int:
         """Sampled tokens, a resumed prefix included."""
         return len(self.ids) - self.prompt_length
@@ -84,10 +81,6 @@ class Sequence:
         """Ids that may not be sampled next: end tokens while `min_tokens` is not reached."""
         return self.stop_ids if self.count < self.request.sampling.min_tokens else ()
 
-    def uniform(self) -> float:
-        """The random number of the next token: a function of the seed and its position alone."""
-        return counter_uniform(self.seed, len(self.ids))
-
     def generation(self, start: int = 0) -> Generation:
         """[T - start] what was sampled from index `start` on. A generation that still runs reads as an aborted one."""
         sampled = self.ids[self.prompt_length + start :]
@@ -105,18 +98,25 @@ class Sequence:
         )
 
 
-def counter_uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that depends on seed and position only. The seed is mixed before the position is added, so no
-    two seeds walk the same numbers."""
-    return (_mix(_mix(seed + _GOLDEN) + (position + 1) * _GOLDEN) >> 11) * 2.0**-53
+def next_uniforms(sequences: list[Sequence]) -> list[float]:
+    """The random number of each one's next token: a function of its seed and the token's position alone."""
+    seeds = [one.seed & _MASK64 for one in sequences]
+    return counter_uniforms(seeds, [len(one.ids) for one in sequences]).tolist()
 
 
-def _mix(state: int) -> int:
+def counter_uniforms(seeds: Any, positions: Any) -> np.ndarray:
+    """[N] numbers in [0, 1), each of which depends on its seed (below 2**64) and its position only. The seed is mixed before
+    the position is added, so no two seeds walk the same numbers."""
+    starts = _mix(np.asarray(seeds, np.uint64) + _GOLDEN)
+    mixed = _mix(starts + (np.asarray(positions, np.uint64) + np.uint64(1)) * _GOLDEN)
+    return (mixed >> np.uint64(11)) * 2.0**-53
+
+
+def _mix(state: np.ndarray) -> np.ndarray:
     """The finaliser of splitmix64."""
-    state &= _MASK64
-    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return state ^ (state >> 31)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))
 
 
 def join_masks(masks: list[np.ndarray]) -> SamplingMask:
@@ -155,6 +155,7 @@ def truncates(request: GenerateRequest) -> bool:
 
 def open_sequence(
     request: GenerateRequest,
+    request_id: str,
     *,
     vocab_size: int,
     context_length: int,
@@ -163,7 +164,7 @@ def open_sequence(
     has_experts: bool,
 ) -> Sequence:
     """A sequence at its start, or at the end of its resumed prefix. Raises RequestRefused for what can never be served."""
-    sampling, name = request.sampling, f"request {request.request_id}"
+    sampling, name = request.sampling, f"request {request_id}"
     prompt = _ids_of(request.prompt_ids, f"{name}: the prompt", vocab_size)
     if not prompt:
         raise RequestRefused(f"{name}: the prompt has no tokens; a prompt needs at least one")
@@ -180,6 +181,7 @@ def open_sequence(
 
     sequence = Sequence(
         request=request,
+        request_id=request_id,
         ids=prompt,
         prompt_length=len(prompt),
         limit=min(sampling.max_tokens, context_length - len(prompt)),
@@ -194,12 +196,14 @@ def open_sequence(
 
 
 def _ids_of(given: Any, what: str, vocab_size: int) -> list[int]:
-    ids = np.asarray(given).reshape(-1)
-    if ids.size and ids.dtype.kind not in "iu":
-        raise RequestRefused(f"{what}: token ids are whole numbers, found {ids.dtype} {ids[0]}")
-    if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
-        raise RequestRefused(f"{what}: token ids must lie in [0, {vocab_size}), found {ids.min()} to {ids.max()}")
-    return ids.tolist()
+    array = np.asarray(given).reshape(-1)
+    ids: list[int] = array.tolist()
+    if ids and array.dtype.kind not in "iu":
+        raise RequestRefused(f"{what}: token ids are whole numbers, found {array.dtype} {ids[0]}")
+    # Of Python's own numbers, which are wanted anyway: numpy's search costs more than that of a hundred of them.
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        raise RequestRefused(f"{what}: token ids must lie in [0, {vocab_size}), found {min(ids)} to {max(ids)}")
+    return ids
 
 
 def _seed_of(request: GenerateRequest) -> int:

@@ -111,11 +111,11 @@ class KeyValues:
             self.keys[layer] = keys.new_empty(self.slots, *keys.shape[1:])
         return self.keys[layer], self.values[layer]
 
-    def copy(self, source: int, target: int, count: int) -> None:
-        """The first `count` slots from `source` on, to `target` on."""
+    def copy(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """[N] slots to as many others."""
         for store in (self.keys, self.values):
             for layer in store.values():
-                layer[target : target + count] = layer[source : source + count]
+                layer.index_copy_(0, targets, layer.index_select(0, sources))
 
     def read(self, slots: torch.Tensor) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """Layer -> copies of keys and values at some slots."""

@@ -33,11 +33,11 @@ class Batcher:
             if stop == len(sequence.ids):
                 logit_rows.append(len(ids) - 1)
         decode_start = len(ids)
-        for sequence in decoding:
-            logit_rows.append(len(ids))
-            ids.append(sequence.ids[sequence.kv_length])
-            positions.append(sequence.kv_length)
-            slots.append(self._next_slot(sequence))
+        at = [one.kv_length for one in decoding]
+        logit_rows += range(decode_start, decode_start + len(at))
+        ids += [one.ids[place] for one, place in zip(decoding, at, strict=True)]
+        positions += at
+        slots += [self._next_slot(one) for one in decoding]
         return Pass(
             token_ids=torch.tensor(ids),
             positions=torch.tensor(positions),
@@ -45,7 +45,7 @@ class Batcher:
             stretches=stretches,
             decode_start=decode_start,
             tables=self._tables(decoding),
-            lengths=torch.tensor([one.kv_length + 1 for one in decoding]) if decoding else None,
+            lengths=torch.tensor(at) + 1 if decoding else None,
             logit_rows=torch.tensor(logit_rows, dtype=torch.long),
         )
 

@@ -7,13 +7,16 @@ that the tree knows was made by the live weights: a swap clears it.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 _ENDS = 64
 """Most remembered ends: one holds a row of logits."""
+_TOKENS = attrgetter("tokens")
 
 
 @dataclass(slots=True, eq=False)
@@ -21,26 +24,29 @@ class Node:
     """One block in the tree.
 
     tokens: what the block holds from its start on; fewer than a block only at the end of a branch
-    children: blocks that continue it, by their first token
+    children: blocks that continue it, in the order of their tokens
     ends: tokens of the block -> what the forward pass said after so many of them
     """
 
     parent: Node | None
     tokens: tuple[int, ...] = ()
     block: int = -1
-    children: dict[int, list[Node]] = field(default_factory=dict)
+    children: list[Node] = field(default_factory=list)
     ends: dict[int, Any] = field(default_factory=dict)
 
     def closest(self, part: tuple[int, ...]) -> tuple[Node | None, int]:
-        """The child that shares the longest beginning with `part`, and how long that is."""
+        """The child that shares the longest beginning with `part`, and how long that is: it stands beside the place that
+        `part` would have among them."""
+        at = bisect_left(self.children, part, key=_TOKENS)
         best, longest = None, 0
-        for child in self.children.get(part[0], ()):
-            if child.tokens == part:
-                return child, len(part)
-            shared = common_length(child.tokens, part)
+        for child in self.children[max(at - 1, 0) : at + 1]:
+            shared = len(part) if child.tokens == part else common_length(child.tokens, part)
             if shared > longest:
                 best, longest = child, shared
         return best, longest
+
+    def remove(self, child: Node) -> None:
+        del self.children[bisect_left(self.children, child.tokens, key=_TOKENS)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +130,12 @@ class BlockTable:
                 own = self._nodes.get(block)
                 if own is None:
                     child = Node(node, part, block)
-                    node.children.setdefault(part[0], []).append(child)
+                    insort(node.children, child, key=_TOKENS)
                     self._nodes[block] = child
                 elif own.parent is node and own.tokens == part[: len(own.tokens)]:
+                    node.remove(own)
                     own.tokens, child = part, own
+                    insort(node.children, own, key=_TOKENS)
                 else:
                     break
             node = child
@@ -191,10 +199,7 @@ class BlockTable:
     def _evict(self) -> None:
         """Free what was used longest ago. What continues it cannot be found without it, so that goes too."""
         node = self._nodes[next(iter(self._cached))]
-        siblings = node.parent.children[node.tokens[0]]
-        siblings.remove(node)
-        if not siblings:
-            del node.parent.children[node.tokens[0]]
+        node.parent.remove(node)
         going = [node]
         while going:
             node = going.pop()
@@ -204,8 +209,7 @@ class BlockTable:
             if node.block in self._cached:
                 del self._cached[node.block]
                 self._free.append(node.block)
-            for children in node.children.values():
-                going += children
+            going += node.children
 
 
 def common_length(a: tuple[int, ...] | list[int], b: tuple[int, ...] | list[int]) -> int:

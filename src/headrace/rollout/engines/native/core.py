@@ -67,6 +67,8 @@ class NativeCore(Core):
         self.fixed = engine.deterministic
         self.prefill_tokens = engine.prefill_tokens
         self.save_preempted = engine.preemption == "save"
+        self._tails: list[tuple[int, int, int]] = []
+        """(block, block to copy to, tokens) of those admitted in this pass."""
         room = engine.kv_saved_mb * 1_000_000
         self.saves = Saves(context.name, f"{facts.mark}/{dtype}", room, engine.kv_folder)
 
@@ -98,7 +100,8 @@ class NativeCore(Core):
         start = time.perf_counter()
         self._admit()
         behind = [one for one in self.running if self._is_behind(one)]
-        decoding = self._make_room([one for one in self.running if one not in behind])
+        late = set(behind)
+        decoding = self._make_room([one for one in self.running if one not in late])
         pieces, budget = [], self.prefill_tokens
         for sequence in behind:
             if budget and sequence in self.running:
@@ -186,6 +189,7 @@ class NativeCore(Core):
         drawing: list[tuple[Sequence, Any]] = []
         behind = [one for one in self.running if self._is_behind(one)]
         waited_for: set[tuple[str, int]] = set()
+        admitted: set[Sequence] = set()
         for sequence in list(self.waiting):
             if len(self.running) >= self.max_running:
                 break
@@ -208,7 +212,7 @@ class NativeCore(Core):
                 break
             if saved:
                 self._restore(sequence, saved)
-            self.waiting.remove(sequence)
+            admitted.add(sequence)
             self.running.append(sequence)
             if self._is_behind(sequence):
                 behind.append(sequence)
@@ -221,7 +225,11 @@ class NativeCore(Core):
             if sequence.kv_length == len(sequence.ids):
                 sequence.started = True
                 drawing.append((sequence, match.end))
-        self.running.sort(key=lambda one: one.arrival)
+        if self._tails:
+            self._copy_tails()
+        if admitted:
+            self.waiting = [one for one in self.waiting if one not in admitted]
+            self.running.sort(key=lambda one: one.arrival)
         if drawing:
             routes = [end.routes for _, end in drawing]
             logits = torch.stack([end.logits for _, end in drawing])
@@ -231,10 +239,13 @@ class NativeCore(Core):
 
     def _worth_waiting(self, ids: list[int], known: int, behind: list[Sequence]) -> bool:
         """Whether someone of those `behind` is computing a further block, or all the rest, of these very tokens."""
+        if known >= len(ids):
+            return False
         wanted = min(known - known % self.block_size + self.block_size, len(ids))
-        return known < len(ids) and any(
-            other.kv_length < wanted and other.kv_pure and other.ids[:wanted] == ids[:wanted] for other in behind
-        )
+        start, last = ids[:wanted], ids[wanted - 1]
+        # Most differ in their last token already, which is cheaper to see than to cut out what is compared.
+        able = (one for one in behind if one.kv_length < wanted <= len(one.ids) and one.ids[wanted - 1] == last)
+        return any(other.kv_pure and other.ids[:wanted] == start for other in able)
 
     def _give_blocks(self, sequence: Sequence, match: Match) -> bool:
         """Blocks for all tokens of a sequence, shared where they are known. False when there is no room."""
@@ -243,14 +254,24 @@ class NativeCore(Core):
         shared = match.blocks + [match.tail] * (match.tail_tokens > 0)
         self.table.hold(shared)
         own = self.table.allocate(wanted - len(match.blocks))
+        if own is None and self._tails:
+            self._copy_tails()  # after which nobody holds them
+            own = self.table.allocate(wanted - len(match.blocks))
         if own is None:
             self.table.release(shared)
             return False
         if match.tail_tokens:
-            self.store.copy(match.tail * self.block_size, own[0] * self.block_size, match.tail_tokens)
-            self.table.release([match.tail])
+            self._tails.append((match.tail, own[0], match.tail_tokens))
         sequence.blocks, sequence.kv_length = match.blocks + own, match.length(self.block_size)
         return True
+
+    def _copy_tails(self) -> None:
+        """The shared beginnings of blocks that are filled further, all at once; held until now, so that they are there."""
+        size, tails, self._tails = self.block_size, self._tails, []
+        sources = [block * size + at for block, _, count in tails for at in range(count)]
+        targets = [block * size + at for _, block, count in tails for at in range(count)]
+        self.store.copy(torch.tensor(sources), torch.tensor(targets))
+        self.table.release([block for block, _, _ in tails])
 
     def _make_room(self, decoding: list[Sequence]) -> list[Sequence]:
         """A block for each sequence whose next token needs one, oldest first; the newest are preempted for it."""
