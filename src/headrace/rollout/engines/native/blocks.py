@@ -46,7 +46,10 @@ class Node:
         return best, longest
 
     def remove(self, child: Node) -> None:
-        del self.children[bisect_left(self.children, child.tokens, key=_TOKENS)]
+        at = bisect_left(self.children, child.tokens, key=_TOKENS)
+        while self.children[at] is not child:  # others may hold the same tokens
+            at += 1
+        del self.children[at]
 
 
 @dataclass(frozen=True, slots=True)
