@@ -14,7 +14,7 @@ from headrace.vectors import FLOAT, MOST_ROWS, OPTIONS, PANEL, call, compiled, f
 
 LOOPS = {"nogil": True, **OPTIONS}
 ACTIVATIONS = {"tanh": TANH, "relu": RELU}
-ROWS = MOST_ROWS * 18
+ROWS = MOST_ROWS * 8
 """Rows that go through all layers together."""
 
 

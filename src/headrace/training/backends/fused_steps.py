@@ -67,8 +67,9 @@ def _head_backward(features, width, weight, due, to, for_features, fresh, produc
 @njit(**LOOPS)
 def _choice(logits, chances, action):
     """Log-probability and entropy of a choice by `logits` [k], which become logarithms of the `chances` [k]."""
-    most = logits.max()
-    total = _f(0.0)
+    most, total = logits[0], _f(0.0)
+    for k in range(1, logits.shape[0]):
+        most = logits[k] if logits[k] > most else most
     for k in range(logits.shape[0]):
         chances[k] = np.exp(logits[k] - most)
         total += chances[k]
