@@ -54,6 +54,7 @@ SCENARIOS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "sample_factory here": ("headrace", {"preset": "sample_factory", "words": [*PLAIN, "training.groups=1"]}),
         "sample_factory": ("sample_factory", {"batched": False}),
         "sb3": ("sb3", {}),
+        "stepping alone, on all cores": ("stepping", {}),
     },
     "learning": {
         "cartpole": ("headrace", {"preset": "cartpole", "learn": True}),
@@ -75,9 +76,8 @@ RATIOS = {
     "vectorised": [
         (own, peer) for own in ("ppo_sync", "ppo_sync overlapped") for peer in ("by hand", "sample_factory")
     ],
-    "plain": [
-        (own, peer) for own in ("impala", "sample_factory here", "ppo_sync") for peer in ("sample_factory", "sb3")
-    ],
+    "plain": [("impala", "stepping alone")]
+    + [(own, peer) for own in ("impala", "sample_factory here", "ppo_sync") for peer in ("sample_factory", "sb3")],
     "learning": [("by hand", "cartpole"), ("sb3", "cartpole")],
     "sleeping": [(own, "ppo_sync, 8 in turn") for own in ("ppo_sync, 8 at once", "impala", "sample_factory")],
 }
@@ -259,6 +259,32 @@ def profile(seconds: float, svg: Path | None) -> None:
         svg.write_text(drawing(rows), encoding="utf-8")
 
 
+def stepping(seconds: float) -> dict[str, float]:
+    """The limit of plain environments: a process a core that only steps, with actions that it knows, and resets."""
+    import multiprocessing
+
+    import gymnasium
+
+    def run(pipe: Any) -> None:
+        environment = gymnasium.make("CartPole-v1").unwrapped
+        environment.reset(seed=os.getpid())
+        done, used, until = 0, time.process_time(), time.perf_counter() + seconds
+        while time.perf_counter() < until:
+            for turn in range(200):
+                if environment.step(turn % 2)[2]:
+                    environment.reset()
+            done += 200
+        pipe.send((done, time.process_time() - used))
+
+    ends = []
+    for _ in range(len(os.sched_getaffinity(0))):
+        ours, theirs = multiprocessing.Pipe(duplex=False)
+        multiprocessing.get_context("fork").Process(target=run, args=(theirs,)).start()
+        ends.append(ours)
+    steps, used = (sum(column) for column in zip(*(end.recv() for end in ends), strict=True))
+    return {"wall": steps / seconds, "processor": steps / used, "seconds": seconds}
+
+
 def crowding(seconds: float = 1.5) -> dict[str, float]:
     """How much more processor time the same steps take while another process steps, too: cores that are two threads of
     one core share what computes."""
@@ -333,7 +359,14 @@ def drawing(rows: dict[str, dict[str, float]]) -> str:
 
 # ------------------------------------------------------------------------------------------------------------- running
 
-OWN = {"headrace": headrace, "by_hand": by_hand, "pure": pure, "simulator": simulator, "crowding": crowding}
+OWN = {
+    "headrace": headrace,
+    "by_hand": by_hand,
+    "pure": pure,
+    "simulator": simulator,
+    "crowding": crowding,
+    "stepping": stepping,
+}
 
 
 class ProgramFailed(Exception):
