@@ -279,7 +279,8 @@ def stepping(seconds: float) -> dict[str, float]:
     ends = []
     for _ in range(len(os.sched_getaffinity(0))):
         ours, theirs = multiprocessing.Pipe(duplex=False)
-        multiprocessing.get_context("fork").Process(target=run, args=(theirs,)).start()
+        multiprocessing.get_context("fork").Process(target=run, args=(theirs,), daemon=True).start()
+        theirs.close()
         ends.append(ours)
     steps, used = (sum(column) for column in zip(*(end.recv() for end in ends), strict=True))
     return {"wall": steps / seconds, "processor": steps / used, "seconds": seconds}

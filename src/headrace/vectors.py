@@ -11,12 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import cfunc, types
 from numba.core import cgutils
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
-LANES, MOST_ROWS = (16, 14) if binding.get_host_cpu_features().get("avx512f") else (8, 6)
+FEATURES = set(cpu_target.target_context.codegen().magic_tuple()[2].split(","))
+"""Of the processor that numba compiles for: its own settings may leave some of this one's out."""
+LANES, MOST_ROWS = (16, 14) if "+avx512f" in FEATURES else (8, 6)
 """Numbers in a vector, and rows whose sums fit in the registers beside the weights, at two vectors a row."""
 PANEL = 2 * LANES
 """Columns whose weights lie together."""

@@ -11,6 +11,7 @@ from headrace.orchestrator.runtimes.local import LocalRuntime
 from headrace.orchestrator.runtimes.processes import ProcessRuntime
 from headrace.protocols import RewardRequest
 from headrace.reward.config import RewardConfig, RewardFunctionConfig
+from headrace.reward.inline import InlineRewarder
 from headrace.reward.pool import build_rewarder
 from headrace.types import Task
 
@@ -61,6 +62,30 @@ async def test_many_callers_at_once_each_get_their_own(build):
     rewarder = await build({"use": "user:by_length"})
     answers = await asyncio.gather(*(rewarder.score([request("x" * n), request("")]) for n in range(30)))
     assert [[score.reward for score in scores] for scores in answers] == [[float(n), 0.0] for n in range(30)]
+
+
+async def test_a_function_that_turns_out_to_wait_waits_for_all_at_once(build):
+    """What it gives is how many wait beside it. A pool cuts requests into calls as time allows, this process does not."""
+    rewarder = await build({"use": "user:asks"})
+    alone = [await rewarder.score([request("x")]) for _ in range(2)]
+    assert [scores[0].reward for scores in alone] == [1.0, 1.0]
+    many = await rewarder.score([request("x") for _ in range(9)])
+    callers = await asyncio.gather(*(rewarder.score([request("x")]) for _ in range(4)))
+    if isinstance(rewarder, InlineRewarder):
+        assert [score.reward for score in many] == [9.0] * 9
+        assert [scores[0].reward for scores in callers] == [4.0] * 4
+    else:
+        assert all(score.reward >= 1.0 for score in many)
+
+
+async def test_a_cancelled_caller_takes_nobody_with_it(build):
+    rewarder = await build({"use": "user:by_length"})
+    callers = [asyncio.ensure_future(rewarder.score([request("x" * n)])) for n in range(4)]
+    await asyncio.sleep(0)
+    callers[1].cancel()
+    found = await asyncio.gather(*callers, return_exceptions=True)
+    assert isinstance(found[1], asyncio.CancelledError)
+    assert [found[n][0].reward for n in (0, 2, 3)] == [0.0, 2.0, 3.0]
 
 
 async def test_a_failure_is_a_score_and_its_neighbours_keep_theirs(build):

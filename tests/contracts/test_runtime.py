@@ -53,6 +53,8 @@ class Part:
             raise ConservationError("lost", ["a", "b"])
         if kind == "dropped":
             raise RolloutDropped("end", "detail")
+        if kind == "cancelled":
+            raise asyncio.CancelledError
         raise ValueError(f"a {kind} mistake")
 
     async def count(self, n: int):
@@ -158,6 +160,8 @@ async def test_our_errors_arrive_as_themselves_and_others_with_their_words(runti
         await part.fail("foolish")
     with pytest.raises(PartFailed, match="no_such_method"):
         await part.no_such_method()
+    with pytest.raises(PartFailed, match=r"part\.fail: .*[Cc]ancelled"):
+        await part.fail("cancelled")
     assert await part.add(1) == 1, "a failed call does no harm to the part"
 
 

@@ -111,3 +111,21 @@ class Marker:
 
 marker = Marker()
 not_callable = 3
+
+
+_asked = 0
+
+
+def asks(data_source, solution_str, ground_truth, extra_info=None):
+    """Waits, and its signature does not say so. How many are asked at once."""
+    return _ask()
+
+
+async def _ask():
+    global _asked
+    _asked += 1
+    await asyncio.sleep(0.02)
+    found = float(_asked)
+    await asyncio.sleep(0.02)
+    _asked -= 1
+    return found

@@ -160,6 +160,14 @@ def test_a_sampled_very_first_token_has_nothing_to_be_predicted_from():
     assert batch.target_ids.tolist() == [8, 9] and batch.token_ids.tolist() == [7, 8]
 
 
+@pytest.mark.parametrize("name", ["behavior_logprobs", "policy_versions"])
+def test_a_sample_whose_arrays_are_not_of_one_length_is_named(name):
+    samples = [sample_of([1], [2, 3]), sample_of([1], [2, 3])]
+    samples[1] = dataclasses.replace(samples[1], sample_id="odd", **{name: getattr(samples[1], name)[:-1]})
+    with pytest.raises(ValueError, match=f"odd: 2 {name} for 3 tokens"):
+        one([group_of(samples, [0.0, 1.0])], [np.array([1.0, -1.0])])
+
+
 def test_minibatches_cut_the_groups_and_count_apart():
     rng = np.random.default_rng(0)
     groups = [random_group(rng, f"g{i}", size=2) for i in range(6)]

@@ -170,3 +170,22 @@ def test_layers_in_one_call_are_those_one_by_one(activation, rows):
         if rows:
             x[0, 0] = float("nan")
             assert not torch.isfinite(tower(x)[0]).any()
+
+
+def test_a_head_that_learns_above_layers_that_do_not_keeps_its_gradient():
+    from headrace.policies.networks import layer
+    from headrace.policies.tower import Tower
+
+    tower, head = Tower(layer(5, 64, 1.4, "tanh")).requires_grad_(False), layer(64, 3, 1.0)
+    x = torch.randn(20, 5)
+    made = tower.headed(x, head)
+    assert made.requires_grad
+    with torch.no_grad():
+        torch.testing.assert_close(tower.headed(x, head), made, atol=2e-6, rtol=2e-5)
+
+
+async def test_numbers_drawn_for_another_policy_are_refused():
+    made = await device(DRAWING[0], AlgorithmConfig(), BOX)
+    batch = drawn(steps())
+    with pytest.raises(ValueError, match=r"actions of shape \(2,\), and a policy of 3 numbers"):
+        await made.update(replace(batch, actions=batch.actions[..., :2]))

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from headrace.vectors import FLOAT32, LANES, VECTOR, counted, multiply_add, number, pointer
+from headrace.vectors import FEATURES, FLOAT32, LANES, VECTOR, counted, multiply_add, number, pointer
 
 TANH, RELU = 0, 1
 
-_features = binding.get_host_cpu_features()
-_RECIPROCAL = (
-    "llvm.x86.avx512.rcp14.ps.512" if LANES == 16 else "llvm.x86.avx.rcp.ps.256" if _features.get("avx") else ""
-)
+_RECIPROCAL = "llvm.x86.avx512.rcp14.ps.512" if LANES == 16 else "llvm.x86.avx.rcp.ps.256" if "+avx" in FEATURES else ""
 """This processor's guess at one over a vector: a division takes as long as all else of a tanh."""
 
 

@@ -148,7 +148,7 @@ class Tower(nn.Sequential):
 
     def headed(self, values: Tensor, head: nn.Linear) -> Tensor:
         """`head` of the last layer's results, in the same call."""
-        return self._run(values, head) if self._here(values) else head(super().forward(values))
+        return self._run(values, head) if self._here(values, head.weight) else head(super().forward(values))
 
     def _run(self, values: Tensor, head: nn.Linear | None) -> Tensor:
         rows, values = values.shape[0], values.contiguous()
@@ -168,11 +168,11 @@ class Tower(nn.Sequential):
             np.array([one.bias.data_ptr() for one in self]),
         )
 
-    def _here(self, values: Tensor) -> bool:
+    def _here(self, values: Tensor, *more: Tensor) -> bool:
         """Whether the call can be made: on memory of this processor, of float32, and without a gradient."""
         if not (self.compiled and values.dim() == 2 and values.shape[1] == self.widths[0]):
             return False
-        both = (values, self[0].weight)
-        if torch.is_grad_enabled() and any(one.requires_grad for one in both):
+        those = (values, self[0].weight, *more)
+        if torch.is_grad_enabled() and any(one.requires_grad for one in those):
             return False
-        return all(one.dtype == torch.float32 and one.device.type == "cpu" for one in both)
+        return all(one.dtype == torch.float32 and one.device.type == "cpu" for one in those)

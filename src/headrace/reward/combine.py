@@ -113,10 +113,12 @@ class Combiner:
         self._on_error = on_error
         self._timeout_s = timeout_s
         self.asynchronous = all(function.asynchronous for function in functions)
+        self.waiting = {function.name for function in functions if function.asynchronous}
+        """Functions that wait: by their signature, or because a call of theirs gave what is to be waited for."""
 
     async def score(self, requests: Sequence[RewardRequest]) -> tuple[list[Score], int]:
         """One score for each request, in order, and how many parts were ended by their limit."""
-        if any(function.asynchronous for function in self._functions):
+        if self.waiting:
             columns = await asyncio.gather(*(self._parts(function, requests) for function in self._functions))
         else:
             columns = [await self._parts(function, requests) for function in self._functions]
@@ -137,18 +139,21 @@ class Combiner:
         called once a request, all at the same time.
         """
         if function.unit == "group" or (function.shape == "trl" and not function.asynchronous and len(requests) > 1):
-            outcome = await self._guarded(function.call_many, requests)
+            outcome = await self._guarded(function, function.call_many, requests)
             parts = outcome if isinstance(outcome, Failure) else read_list(outcome, len(requests))
             if not isinstance(parts, Failure):
                 return parts
             if function.unit == "group":
                 return [parts] * len(requests)
-        if function.asynchronous:
-            return list(await asyncio.gather(*(self._one(function, request) for request in requests)))
-        return [await self._one(function, request) for request in requests]
+        parts = []
+        for place, request in enumerate(requests):
+            if function.name in self.waiting:
+                return parts + await asyncio.gather(*(self._one(function, one) for one in requests[place:]))
+            parts.append(await self._one(function, request))
+        return parts
 
     async def _one(self, function: RewardFunction, request: RewardRequest) -> Part:
-        outcome = await self._guarded(function.call_one, request)
+        outcome = await self._guarded(function, function.call_one, request)
         if isinstance(outcome, Failure):
             return outcome
         if function.shape != "trl":
@@ -156,13 +161,14 @@ class Combiner:
         parts = read_list(outcome, 1)
         return parts if isinstance(parts, Failure) else parts[0]
 
-    async def _guarded(self, call: Any, argument: Any) -> Any:
+    async def _guarded(self, function: RewardFunction, call: Any, argument: Any) -> Any:
         """The call's value, or a Failure for anything that it raises (exit calls included) or a limit that it passes."""
         limit = None
         try:
             value = call(argument)
             if isinstance(value, (float, int, list)) or not inspect.isawaitable(value):
                 return value
+            self.waiting.add(function.name)
             async with asyncio.timeout(self._timeout_s) as limit:
                 return await value
         except asyncio.CancelledError as error:

@@ -26,9 +26,8 @@ class InlineRewarder(Rewarder):
         self._record = record
         self._base_folder = base_folder
         self._worker: RewardWorker | None = None
-        self._shares = False
         self._waiting: list[tuple[Sequence[RewardRequest], asyncio.Future[list[Score]]]] = []
-        self._call: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()  # the loop holds tasks weakly
         self._began_s: dict[int, float] = {}
         self._calls = 0
 
@@ -38,21 +37,23 @@ class InlineRewarder(Rewarder):
             self._worker = RewardWorker(
                 WorkerContext(name="reward-0", record=self._record), self._config, self._base_folder
             )
-            self._shares = self.unit == "sample" and not self._worker.waits
             self.meter.start(asyncio.get_running_loop().time())
 
     async def score(self, requests: Sequence[RewardRequest]) -> list[Score]:
         if self._worker is None:
             await self.start()
+        assert self._worker is not None
         if not requests:
             return []
-        if not self._shares:
+        if self.unit != "sample" or self._worker.waits:
             return await self._score(requests)
         loop = asyncio.get_running_loop()
         scores: asyncio.Future[list[Score]] = loop.create_future()
         self._waiting.append((requests, scores))
         if len(self._waiting) == 1:
-            self._call = loop.create_task(self._score_waiting())
+            task = loop.create_task(self._score_waiting())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
         return await scores
 
     async def _score_waiting(self) -> None:

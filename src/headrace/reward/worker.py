@@ -39,8 +39,11 @@ class RewardWorker:
         self._context = context
         self._combiner = Combiner(functions, config.on_error, config.timeout_s)
         self._names = tuple(function.name for function in functions)
-        self.waits = any(function.asynchronous for function in functions)
-        """Whether a call may give way to others while it is not done."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether a call may give way to others while it is not done, as far as is known."""
+        return bool(self._combiner.waiting)
 
     async def facts(self) -> WorkerFacts:
         return WorkerFacts(self._names, self._combiner.asynchronous)

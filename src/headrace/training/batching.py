@@ -223,7 +223,13 @@ def _pack(rows: Sequence[Row], shared: Sequence[int], counts: BatchCounts, first
     in_inputs = targets - 1 + np.repeat(_starts([len(at) for at in input_rows]), sizes)
 
     def of_targets(name: str) -> Array:
-        return np.concatenate([getattr(row.sample, name) for row in rows])[in_samples]
+        found = [getattr(row.sample, name) for row in rows]
+        for row, one in zip(rows, found, strict=True):
+            if len(one) != len(row.sample.token_ids):  # all samples after it would be taken from the wrong places
+                raise ValueError(
+                    f"{row.sample.sample_id}: {len(one)} {name} for {len(row.sample.token_ids)} tokens; give as many"
+                )
+        return np.concatenate(found)[in_samples]
 
     return TokenBatch(
         token_ids=np.concatenate(tokens),

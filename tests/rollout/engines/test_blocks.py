@@ -96,6 +96,30 @@ def test_ends_are_forgotten_with_their_block_and_when_there_are_too_many():
     assert table.match([69, 69]).end is None
 
 
+def test_an_end_is_found_whatever_went_on_from_there():
+    """Siblings continue a prompt whose end is remembered: the tree then holds many blocks that begin with it."""
+    for mine, others in (([9, 9], ([1, 1], [2, 2])), ([1, 1], ([9, 9], [5, 5])), ([5, 5], ([5, 6], [5, 5]))):
+        table = BlockTable(16, 4)
+        prompt = table.allocate(2)
+        table.remember([1, 2, 3, 4, 5, 6], prompt, "end")
+        table.remember([1, 2, 3, 4, 5, 6, *mine], prompt)
+        for other in others:
+            table.remember([1, 2, 3, 4, 5, 6, *other], [prompt[0], *table.allocate(1)])
+        assert found(table, [1, 2, 3, 4, 5, 6]) == (prompt[:1], prompt[1], 2, "end")
+
+
+def test_of_blocks_that_hold_the_same_the_right_one_is_taken_back():
+    table = BlockTable(4, SIZE)
+    first, second = table.allocate(1), table.allocate(1)
+    table.remember([1], first)
+    table.remember([1, 3], second)
+    table.remember([1, 3], first)
+    table.release(first)
+    table.release(second)
+    assert table.allocate(4) is not None
+    assert found(table, [1, 3, 4]) == ([], -1, 0, None)
+
+
 def test_after_clear_nothing_is_found_and_holders_keep_their_blocks():
     table = BlockTable(4, SIZE)
     held, idle = table.allocate(2), table.allocate(1)

@@ -110,15 +110,17 @@ class LocalProxy:
 
     async def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._require_alive()
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         try:
             result = getattr(self._part, method)(*args, **kwargs)
         except HeadraceError:
             raise
+        except asyncio.CancelledError:
+            raise self._cancelled(method) from None
         except Exception as error:
             raise self._as_failure(method, error) from error
         if not inspect.isawaitable(result):
             return result
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         call_id = self._start(result, partial(self._answer, method, future))
         self._pending[call_id] = future
         try:
@@ -126,10 +128,13 @@ class LocalProxy:
         finally:
             self._pending.pop(call_id, None)
 
+    def _cancelled(self, method: str) -> PartFailed:
+        return PartFailed(f"{self.name}.{method}: cancelled inside the part")
+
     def _answer(self, method: str, future: asyncio.Future[Any], ended: asyncio.Future[Any]) -> None:
         """Hand the part's own future on, unless nobody waits any more."""
         if ended.cancelled():
-            failure = PartFailed(f"{self.name}.{method}: cancelled inside the part")
+            failure = self._cancelled(method)
         else:
             error = ended.exception()
             failure = self._as_failure(method, error) if error is not None else None

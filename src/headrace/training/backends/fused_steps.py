@@ -1,4 +1,4 @@
-"""Turns control steps into the gradient of their loss in one compiled call: forward pass, loss and backward pass, a few
+"""Turns control steps into the gradient of their loss in one compiled call: forward pass, loss and backward pass, about a
 hundred rows at a time, so that what lies between them stays in cache.
 
 The same numbers as `losses.step_loss` through autograd, for networks of tanh or relu layers that choose an action or draw numbers. There
@@ -190,7 +190,7 @@ def learn(
     due_room, room = np.empty(ROWS * widest, np.float32), np.empty(ROWS * widest, np.float32)
     policy_weight, policy_bias = carray(floats_at(heads[0]), (outs, features)), carray(floats_at(heads[1]), outs)
     value_weight, value_bias = carray(floats_at(heads[2]), (1, value_features)), carray(floats_at(heads[3]), 1)
-    policy_at = 4 * places[2 * (layers + own) :] + grads.ctypes.data
+    policy_at = 4 * places[2 * (layers + own) :] + np.int64(grads.ctypes.data)
     value_at = policy_at[2:]
     for_log_std = carray(floats_at(policy_at[-1]), log_std.shape[0])
     picked = np.empty((min(ROWS, index.shape[0]), inputs), np.float32)
@@ -299,7 +299,10 @@ class FusedSteps:
             )
         outs, actions = self._network.policy_head.out_features, (rows.actions, *_NONE_DRAWN)
         if isinstance(self._distribution, Gaussian):
-            actions = (_NO_CHOICE, rows.actions.contiguous(), self._distribution.folds(rows.actions).contiguous())
+            if rows.actions.shape[1:] != (outs,):
+                raise ValueError(f"actions of shape {tuple(rows.actions.shape[1:])}, and a policy of {outs} numbers")
+            drawn = rows.actions.float().contiguous()
+            actions = (_NO_CHOICE, drawn, self._distribution.folds(drawn).contiguous())
         elif rows.actions.numel() and (int(rows.actions.min()) < 0 or int(rows.actions.max()) >= outs):
             raise IndexError(
                 f"actions of {int(rows.actions.min())} to {int(rows.actions.max())}, and a policy over {outs}"

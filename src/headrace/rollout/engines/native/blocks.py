@@ -11,6 +11,7 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 from operator import attrgetter
 from typing import Any
 
@@ -43,6 +44,9 @@ class Node:
             shared = len(part) if child.tokens == part else common_length(child.tokens, part)
             if shared > longest:
                 best, longest = child, shared
+        if best and longest == len(part) and longest not in best.ends:  # better another that knows what came next
+            alike = takewhile(lambda child: child.tokens[:longest] == part, self.children[at:])
+            best = next((child for child in alike if longest in child.ends), best)
         return best, longest
 
     def remove(self, child: Node) -> None:

@@ -188,8 +188,25 @@ class NativeCore(Core):
         """First come, first served, while blocks last. Who would share what is being computed waits for it."""
         drawing: list[tuple[Sequence, Any]] = []
         behind = [one for one in self.running if self._is_behind(one)]
-        waited_for: set[tuple[str, int]] = set()
         admitted: set[Sequence] = set()
+        try:
+            self._admit_while_there_is_room(behind, admitted, drawing)
+        finally:  # whatever failed: a sequence is in one place, and no block waits to be copied
+            self.waiting = [one for one in self.waiting if one not in admitted]
+            self.running.sort(key=lambda one: one.arrival)
+            self._copy_tails()
+        if drawing:
+            routes = [end.routes for _, end in drawing]
+            logits = torch.stack([end.logits for _, end in drawing])
+            if self.has_experts:
+                self._note_prompt_routes([one for one, _ in drawing], routes[0].dtype)
+            self.draw([one for one, _ in drawing], logits, routes if self.has_experts else None)
+
+    def _admit_while_there_is_room(
+        self, behind: list[Sequence], admitted: set[Sequence], drawing: list[tuple[Sequence, Any]]
+    ) -> None:
+        """Adds to all three: who has tokens to compute, who was admitted, and whose first token can be drawn at once."""
+        waited_for: set[tuple[str, int]] = set()
         for sequence in list(self.waiting):
             if len(self.running) >= self.max_running:
                 break
@@ -199,6 +216,8 @@ class NativeCore(Core):
                 continue
             known = sequence.ids[: sequence.prompt_length] if self.fixed else sequence.ids
             held_back = sequence.saved or sequence.request.kv_handle
+            if held_back:
+                self._copy_tails()  # which leaves as much room as there is
             if held_back and self.table.room < -(-len(sequence.ids) // self.block_size):
                 break
             saved = self._saved(sequence) if held_back else None
@@ -225,17 +244,6 @@ class NativeCore(Core):
             if sequence.kv_length == len(sequence.ids):
                 sequence.started = True
                 drawing.append((sequence, match.end))
-        if self._tails:
-            self._copy_tails()
-        if admitted:
-            self.waiting = [one for one in self.waiting if one not in admitted]
-            self.running.sort(key=lambda one: one.arrival)
-        if drawing:
-            routes = [end.routes for _, end in drawing]
-            logits = torch.stack([end.logits for _, end in drawing])
-            if self.has_experts:
-                self._note_prompt_routes([one for one, _ in drawing], routes[0].dtype)
-            self.draw([one for one, _ in drawing], logits, routes if self.has_experts else None)
 
     def _worth_waiting(self, ids: list[int], known: int, behind: list[Sequence]) -> bool:
         """Whether someone of those `behind` is computing a further block, or all the rest, of these very tokens."""
@@ -255,7 +263,7 @@ class NativeCore(Core):
         self.table.hold(shared)
         own = self.table.allocate(wanted - len(match.blocks))
         if own is None and self._tails:
-            self._copy_tails()  # after which nobody holds them
+            self._copy_tails()  # after which they are not held for that
             own = self.table.allocate(wanted - len(match.blocks))
         if own is None:
             self.table.release(shared)
@@ -267,6 +275,8 @@ class NativeCore(Core):
 
     def _copy_tails(self) -> None:
         """The shared beginnings of blocks that are filled further, all at once; held until now, so that they are there."""
+        if not self._tails:
+            return
         size, tails, self._tails = self.block_size, self._tails, []
         sources = [block * size + at for block, _, count in tails for at in range(count)]
         targets = [block * size + at for _, block, count in tails for at in range(count)]
