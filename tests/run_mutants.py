@@ -326,6 +326,27 @@ MUTANTS = [
         ("tests/training/test_control_device.py",),
     ),
     Mutant(
+        "the last rows of weights are not copied",
+        "cores.py",
+        "for first in range(0, into.shape[0], rows):",
+        "for first in range(0, into.shape[0] - 1, rows):",
+        ("tests/test_cores.py",),
+    ),
+    Mutant(
+        "the deviation of drawn numbers is not learned",
+        "training/backends/fused_steps.py",
+        "if held == log_std[k]:",
+        "if held != log_std[k]:",
+        ("tests/training/test_fused_steps.py",),
+    ),
+    Mutant(
+        "one sibling of a prompt computes its last token again",
+        "rollout/engines/native/blocks.py",
+        "            best = next((child for child in alike if longest in child.ends), best)\n",
+        "            best = next((child for child in alike if longest not in child.ends), best)\n",
+        ("tests/rollout/engines/test_blocks.py",),
+    ),
+    Mutant(
         "each part of a pass runs with all threads",
         "cores.py",
         "    use_threads(1)\n    return call()",
