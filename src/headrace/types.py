@@ -122,13 +122,10 @@ class SamplingParams:
     def with_seed(self, seed: int) -> SamplingParams:
         """The same for another generation: `dataclasses.replace` without its checks, which cost more than a request."""
         copy = object.__new__(SamplingParams)
-        for assign, value in zip(_ARRIVALS[SamplingParams][0], _sampling_values(self), strict=True):
-            assign(copy, value)
+        for name in SamplingParams.__slots__:  # type: ignore[attr-defined]
+            object.__setattr__(copy, name, getattr(self, name))
         object.__setattr__(copy, "seed", seed)
         return copy
-
-
-_sampling_values = attrgetter(*SamplingParams.__slots__)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,14 +251,10 @@ class TokenSample:
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays."""
-        total = (
-            self.token_ids.nbytes + self.loss_mask.nbytes + self.behavior_logprobs.nbytes + self.policy_versions.nbytes
-        )
-        if self.expert_routing is not None:
-            total += self.expert_routing.nbytes
+        arrays = [self.token_ids, self.loss_mask, self.behavior_logprobs, self.policy_versions, self.expert_routing]
         if self.sampling_mask is not None:
-            total += self.sampling_mask.token_ids.nbytes + self.sampling_mask.offsets.nbytes
-        return total
+            arrays += [self.sampling_mask.token_ids, self.sampling_mask.offsets]
+        return sum(array.nbytes for array in arrays if array is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.errors import DataError
 from headrace.training.advantages import group_advantages
 from headrace.training.batching import annotations_needed, filter_zero_variance, make_batches
 from headrace.training.config import LossConfig, TrainingConfig
@@ -164,7 +165,7 @@ def test_a_sampled_very_first_token_has_nothing_to_be_predicted_from():
 def test_a_sample_whose_arrays_are_not_of_one_length_is_named(name):
     samples = [sample_of([1], [2, 3]), sample_of([1], [2, 3])]
     samples[1] = dataclasses.replace(samples[1], sample_id="odd", **{name: getattr(samples[1], name)[:-1]})
-    with pytest.raises(ValueError, match=f"odd: 2 {name} for 3 tokens"):
+    with pytest.raises(DataError, match=f"odd: 2 {name} for 3 tokens"):
         one([group_of(samples, [0.0, 1.0])], [np.array([1.0, -1.0])])
 
 

@@ -66,8 +66,7 @@ class Transcript:
     def sample(self, sample_id: str) -> TokenSample:
         token_ids = np.concatenate(self.token_ids, dtype=np.int64)
         loss_mask, logprobs = np.zeros(len(token_ids), np.int8), np.zeros(len(token_ids), np.float32)
-        versions = np.empty(len(token_ids), np.int64)
-        versions.fill(NO_VERSION)
+        versions = np.full(len(token_ids), NO_VERSION, np.int64)
         for start, one in self.sampled:
             span = slice(start, start + len(one.token_ids))
             loss_mask[span] = 1

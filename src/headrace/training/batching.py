@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from headrace.errors import DataError
 from headrace.protocols import Annotation
 from headrace.training.advantages import is_zero_variance, rewards_of
 from headrace.training.config import TrainingConfig
@@ -226,7 +227,7 @@ def _pack(rows: Sequence[Row], shared: Sequence[int], counts: BatchCounts, first
         found = [getattr(row.sample, name) for row in rows]
         for row, one in zip(rows, found, strict=True):
             if len(one) != len(row.sample.token_ids):  # all samples after it would be taken from the wrong places
-                raise ValueError(
+                raise DataError(
                     f"{row.sample.sample_id}: {len(one)} {name} for {len(row.sample.token_ids)} tokens; give as many"
                 )
         return np.concatenate(found)[in_samples]

@@ -42,7 +42,7 @@ class EngineDriver:
         self._failure: Exception | None = None
         self._closed = False
         if not inline:
-            stand_back = partial(_stand_back, min(threads, 1), lambda: bool(core.running))
+            stand_back = partial(_stand_back, min(threads, 1), lambda: bool(core.running) and core.ready)
             self._beside = ThreadPoolExecutor(1, f"{core.context.name}-weights", stand_back)
             self._thread = threading.Thread(target=self._work, name=f"{core.context.name}-passes", daemon=True)
             self._thread.start()
