@@ -165,8 +165,8 @@ MUTANTS = [
     ),
     Mutant(
         "a time-out bootstraps from the observation after the reset",
-        "training/backends/control_device.py",
-        "        if cut_values is not None:\n",
+        "training/backends/step_credit.py",
+        "    if cut_values is not None:\n",
         "        if False:\n",
         ("tests/conformance/test_control.py",),
     ),

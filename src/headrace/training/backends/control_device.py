@@ -11,7 +11,6 @@ from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -24,8 +23,9 @@ from headrace.policies.shared_pass import Passes, SharedPass
 from headrace.policies.spaces import Spaces
 from headrace.protocols import Annotation, WeightChannel, WorkerContext
 from headrace.training import checkpoint_folder
-from headrace.training.advantages import Credit, gae, vtrace
+from headrace.training.advantages import Credit
 from headrace.training.backends.policy_device import WEIGHTS, PolicyDevice
+from headrace.training.backends.step_credit import credit_of
 from headrace.training.backends.step_rows import ROWS_WORTH_A_CORE, Part, Rows
 from headrace.training.config import AlgorithmConfig, TrainingConfig
 from headrace.training.losses import StepLossInputs, step_loss
@@ -236,47 +236,11 @@ class ControlDevice(PolicyDevice):
 
     # ------------------------------------------------------------------------------------------------------ credit
 
-    @torch.no_grad()
     def _credit(
         self, batch: StepBatch, rows: Rows, values: Tensor | None = None, logprobs: Tensor | None = None
     ) -> tuple[Array, Credit]:
-        """[T, B] values under the current weights, and the credit made of them. `values`, `logprobs`: [T*B] if known."""
-        steps, count = batch.rewards.shape
-        last = {name: leaf[-1] for name, leaf in rows.leaves.items()}
-        final = {name: torch.from_numpy(leaf) for name, leaf in batch.final_observations.items()}
-        network, needs_ratio = self._network, self._algorithm.kind != "ppo"
-        if network.recurrent:
-            outputs, found, states = network.unroll(*rows.sequences(slice(None)))  # type: ignore[operator]
-            values = found.flatten()
-            bootstrap = network.value_after(last, states[-1])  # type: ignore[operator]
-            logprobs = self._distribution.logprobs(outputs.flatten(0, 1), rows.actions)
-            t, n = torch.from_numpy(batch.ended).T
-            at = {name: torch.stack([s[name] for s in states])[t, n] for name in states[0]} if len(t) else {}
-            cut_values = network.value_after(final, at) if len(t) else None  # type: ignore[operator]
-        else:
-            if values is None:
-                if needs_ratio:
-                    outputs, values = network.evaluate(rows.observations)
-                    logprobs = self._distribution.logprobs(outputs, rows.actions)
-                else:
-                    values = self._values(rows)
-            bootstrap = network.values(last)
-            cut_values = network.values(final) if len(batch.ended) else None
-        mean, std = network.value_mean, network.value_std
-        own = (values * std + mean).view(steps, count).numpy()
-        after = (bootstrap * std + mean).numpy()
-        following = np.concatenate([own[1:], after[None]])
-        if cut_values is not None:
-            following[batch.ended[:, 0], batch.ended[:, 1]] = (cut_values * std + mean).numpy()
-        path = {"truncated": batch.cut, "truncation_values": following, "valid": batch.valid}
-        if not needs_ratio:
-            return own, gae(batch.rewards, own, after, batch.discounts, self._algorithm.lam, **path)
-        assert logprobs is not None
-        ratios = np.exp(np.clip(logprobs.view(steps, count).numpy() - batch.behavior_logprobs, -20, 20))
-        chosen = self._algorithm
-        how = {"clip_rho": chosen.clip_rho, "clip_c": chosen.clip_c, "lam": chosen.lam}
-        how["weighted"] = chosen.kind == "impala"  # the surrogate of appo has the ratio in it
-        return own, vtrace(ratios, batch.rewards, own, after, batch.discounts, **path, **how)
+        known = (values, logprobs)
+        return credit_of(self._network, self._distribution, self._algorithm, batch, rows, self._values, *known)
 
     def _values(self, rows: Rows) -> Tensor:
         """[T*B] under the current weights, each core's share at once."""
