@@ -167,7 +167,7 @@ MUTANTS = [
         "a time-out bootstraps from the observation after the reset",
         "training/backends/step_credit.py",
         "    if cut_values is not None:\n",
-        "        if False:\n",
+        "    if False:\n",
         ("tests/conformance/test_control.py",),
     ),
     Mutant(
