@@ -61,7 +61,7 @@ MUTANTS = [
     Mutant(
         "a dead engine is not fenced",
         "orchestrator/dispatcher.py",
-        "            self.fence(slot, call.lost)\n",
+        "                if slot.calls:\n                    self.fence(slot, str(error))\n",
         "",
     ),
     Mutant(

@@ -161,7 +161,8 @@ async def spawn_engines(order: RunOrder, flow: Flow, model: Path) -> Any:
 
     async def spawn(name: str) -> EngineSlot:
         resources = Resources(threads=config.rollout.engine.threads)
-        return EngineSlot(name, await flow.runtime.spawn(name, factory, *arguments, resources=resources))
+        proxy = await flow.runtime.spawn(name, factory, *arguments, resources=resources)
+        return EngineSlot(name, proxy, together=True)
 
     for slot in await asyncio.gather(*(spawn(f"engine-{n}") for n in range(config.rollout.engine.count))):
         flow.dispatcher.join(slot)

@@ -32,6 +32,8 @@ from headrace.types import (
 if TYPE_CHECKING:
     import torch
 
+    from headrace.errors import HeadraceError
+
 # ------------------------------------------------------------------------------------------------------- runtimes
 
 EventSink = Callable[[Event], None]
@@ -178,8 +180,16 @@ class TextEngine(WeightReceiver, Protocol):
         """One sample. Raises `RequestRefused` for a prompt that can never fit."""
         ...
 
+    async def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        """Take requests whose ends `ended` tells of. What `generate` would raise for one of them is its end."""
+        ...
+
+    async def ended(self) -> list[tuple[str, Generation | HeadraceError]]:
+        """Ids of submitted requests that have ended since the last call, and how; waits for the first. One caller at a time."""
+        ...
+
     def stream(self, request: GenerateRequest) -> AsyncIterator[Generation]:
-        """The same, yielding what was sampled since the last item; the last item carries the finish reason."""
+        """As `generate`, yielding what was sampled since the last item; the last item carries the finish reason."""
         ...
 
     async def abort(self, request_id: str, keep_kv: bool = False) -> Generation | None:

@@ -110,6 +110,56 @@ async def test_the_same_seed_gives_the_same_tokens_whatever_runs_beside_it(bench
     np.testing.assert_allclose(alone.logprobs, again.logprobs, atol=1e-5)
 
 
+async def ends_of(engine, count: int) -> dict:
+    """Request id -> its end, of so many that were submitted."""
+    found: dict = {}
+    while len(found) < count:
+        ended = await asyncio.wait_for(engine.ended(), 30)
+        assert ended and not found.keys() & {request_id for request_id, _ in ended}, "each once, and none without news"
+        found.update(ended)
+    return found
+
+
+@over(ALL)
+async def test_submitted_requests_end_as_if_each_had_been_asked_for_alone(bench):
+    await bench.live(1)
+    asked = [ask(prompt_of(3 + i, i), f"s{i}", **endless(2 + 5 * i)) for i in range(4)]
+    refused = ask([5] * 1024, "long")
+    alone = [await bench.engine.generate(one) for one in asked]
+    await bench.engine.submit(asked[:3])
+    await bench.engine.submit([asked[3], refused])
+    found = await ends_of(bench.engine, 5)
+    for one, expected in zip(asked, alone, strict=True):
+        assert found[one.request_id].token_ids.tolist() == expected.token_ids.tolist()
+    assert isinstance(found[refused.request_id], RequestRefused)
+
+
+@over(ALL)
+async def test_the_end_of_a_submitted_request_is_told_while_others_run(bench):
+    await bench.live(1)
+    long, short = ask(prompt_of(4), "l", **endless(800)), ask(prompt_of(5), "s", **endless(1))
+    await bench.engine.submit([long, short])
+    assert list(await ends_of(bench.engine, 1)) == [short.request_id]
+    await until(lambda s: sampled(s, long) >= 2, bench.engine)
+    returned = await bench.engine.abort(long.request_id)
+    got = (await ends_of(bench.engine, 1))[long.request_id]
+    assert got.finish_reason == "abort" and got.token_ids.tolist() == returned.token_ids.tolist()
+
+
+@over(REAL)
+async def test_closing_ends_what_was_submitted(bench):
+    await bench.live(1)
+    await bench.engine.submit([ask(prompt_of(6), **endless(500))])
+    await until(lambda s: s.progress, bench.engine)
+    waits = asyncio.ensure_future(ends_of(bench.engine, 1))
+    await asyncio.sleep(0)
+    await bench.engine.close()
+    (end,) = (await waits).values()
+    assert isinstance(end, PartFailed) and "closed" in str(end)
+    with pytest.raises(PartFailed, match="closed"):
+        await bench.engine.ended()
+
+
 @over(REAL)
 async def test_logprobs_are_those_of_a_plain_forward_pass(bench):
     await bench.live(1)

@@ -9,31 +9,37 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.errors import WorkerDied
+from headrace.errors import PartFailed, WorkerDied
 from headrace.orchestrator.dispatcher import Dispatcher, EngineSlot
 from headrace.orchestrator.runtimes.local import LocalRuntime
 from headrace.orchestrator.runtimes.simulated import run_simulated
 from headrace.rollout.engines.scripted import ScriptedCosts, build_scripted
 from headrace.types import GenerateRequest, RequestKey, SamplingParams
 
+TOGETHER = pytest.mark.parametrize("together", [False, True], ids=["alone", "together"])
+"""Requests in messages of their own, or many in one."""
 
-def with_a_call(scene: Callable[[Dispatcher, EngineSlot, asyncio.Task[Any]], Awaitable[Any]]) -> Any:
+
+def a_request(name: str, tokens: int = 1000) -> GenerateRequest:
+    return GenerateRequest(
+        key=RequestKey(lease_id=name),
+        group_id=name,
+        prompt_ids=np.array([1]),
+        sampling=SamplingParams(max_tokens=tokens, seed=0),
+    )
+
+
+def with_a_call(together: bool, scene: Callable[[Dispatcher, EngineSlot, asyncio.Task[Any]], Awaitable[Any]]) -> Any:
     """What the scene returns, half a second after a long request was sent to the only engine."""
 
     async def main() -> Any:
         runtime = LocalRuntime(lambda event: None)
         proxy = await runtime.spawn("engine-0", build_scripted, ScriptedCosts(length=1000.0, length_sigma=0.0))
         dispatcher = Dispatcher(generate_timeout_s=10.0, rejoin_timeout_s=1.0)
-        slot = EngineSlot("engine-0", proxy)
+        slot = EngineSlot("engine-0", proxy, together=together)
         dispatcher.join(slot)
         dispatcher.open_gate()
-        request = GenerateRequest(
-            key=RequestKey(lease_id="0-0"),
-            group_id="0-0",
-            prompt_ids=np.array([1]),
-            sampling=SamplingParams(max_tokens=1000, seed=0),
-        )
-        call = asyncio.create_task(dispatcher.generate(request))
+        call = asyncio.create_task(dispatcher.generate(a_request("0-0")))
         await asyncio.sleep(0.5)
         found = await scene(dispatcher, slot, call)
         assert not slot.calls
@@ -43,7 +49,8 @@ def with_a_call(scene: Callable[[Dispatcher, EngineSlot, asyncio.Task[Any]], Awa
     return run_simulated(main())
 
 
-def test_a_cancelled_request_is_aborted_on_its_engine():
+@TOGETHER
+def test_a_cancelled_request_is_aborted_on_its_engine(together):
     async def scene(dispatcher: Dispatcher, slot: EngineSlot, call: asyncio.Task[Any]) -> tuple[int, int]:
         before = (await slot.proxy.stats()).running
         call.cancel()
@@ -51,23 +58,18 @@ def test_a_cancelled_request_is_aborted_on_its_engine():
         await asyncio.sleep(0.5)
         return before, (await slot.proxy.stats()).running
 
-    assert with_a_call(scene) == (1, 0)
+    assert with_a_call(together, scene) == (1, 0)
 
 
+@TOGETHER
 @pytest.mark.parametrize("dies", ["fenced", "killed"])
-def test_a_call_on_an_engine_that_is_lost_fails_and_its_caller_goes_on(dies):
+def test_a_call_on_an_engine_that_is_lost_fails_and_its_caller_goes_on(dies, together):
     """The caller gets an error that it may answer to, and is not itself cancelled: it can wait again."""
 
     async def scene(dispatcher: Dispatcher, slot: EngineSlot, call: asyncio.Task[Any]) -> str:
         async def caller() -> str:
-            request = GenerateRequest(
-                key=RequestKey(lease_id="0-1"),
-                group_id="0-1",
-                prompt_ids=np.array([1]),
-                sampling=SamplingParams(max_tokens=1000, seed=1),
-            )
             with pytest.raises(WorkerDied):
-                await dispatcher.generate(request)
+                await dispatcher.generate(a_request("0-1"))
             await asyncio.sleep(1.0)
             return "went on"
 
@@ -80,11 +82,12 @@ def test_a_call_on_an_engine_that_is_lost_fails_and_its_caller_goes_on(dies):
         assert isinstance((await asyncio.gather(call, return_exceptions=True))[0], WorkerDied)
         return await went
 
-    assert with_a_call(scene) == "went on"
+    assert with_a_call(together, scene) == "went on"
 
 
+@TOGETHER
 @pytest.mark.parametrize("first", ["caller", "engine"])
-def test_a_caller_that_is_cancelled_as_its_engine_is_lost_ends_as_cancelled(first):
+def test_a_caller_that_is_cancelled_as_its_engine_is_lost_ends_as_cancelled(first, together):
     async def scene(dispatcher: Dispatcher, slot: EngineSlot, call: asyncio.Task[Any]) -> bool:
         if first == "caller":
             call.cancel()
@@ -94,4 +97,49 @@ def test_a_caller_that_is_cancelled_as_its_engine_is_lost_ends_as_cancelled(firs
         await asyncio.wait([call])
         return call.cancelled()
 
-    assert with_a_call(scene)
+    assert with_a_call(together, scene)
+
+
+def test_a_request_that_is_cancelled_before_it_was_sent_never_reaches_its_engine():
+    async def scene(dispatcher: Dispatcher, slot: EngineSlot, call: asyncio.Task[Any]) -> Any:
+        going, gone = (asyncio.create_task(dispatcher.generate(a_request(name))) for name in ("0-1", "0-2"))
+        asyncio.get_running_loop().call_soon(gone.cancel)  # in the turn in which both ask
+        await asyncio.sleep(0.5)
+        known = set((await slot.proxy.stats()).progress)
+        for task in (call, going):
+            task.cancel()
+        await asyncio.gather(call, going, gone, return_exceptions=True)
+        return known, gone.cancelled()
+
+    assert with_a_call(True, scene) == ({a_request("0-0").request_id, a_request("0-1").request_id}, True)
+
+
+def test_an_engine_that_went_while_nothing_ran_on_it_is_missed_by_who_asks_next():
+    async def scene(dispatcher: Dispatcher, slot: EngineSlot, call: asyncio.Task[Any]) -> Any:
+        fenced = []
+        dispatcher.on_fenced = lambda slot, reason: fenced.append(slot.name)
+        call.cancel()
+        await asyncio.wait([call])
+        await slot.proxy.kill()
+        await asyncio.sleep(0.1)
+        before = list(fenced)
+        with pytest.raises(WorkerDied):
+            await dispatcher.generate(a_request("0-1"))
+        return before, fenced
+
+    assert with_a_call(True, scene) == ([], ["engine-0"])
+
+
+def test_an_engine_that_refuses_all_fails_each_request_and_stays():
+    async def scene(dispatcher: Dispatcher, slot: EngineSlot, call: asyncio.Task[Any]) -> Any:
+        async def refuse(requests: Any) -> None:
+            raise PartFailed("closed")
+
+        slot.proxy.__dict__["submit"] = refuse
+        with pytest.raises(PartFailed, match="closed"):
+            await dispatcher.generate(a_request("0-1"))
+        call.cancel()
+        await asyncio.wait([call])
+        return slot.fenced
+
+    assert with_a_call(True, scene) is False

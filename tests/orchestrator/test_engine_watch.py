@@ -27,7 +27,7 @@ async def fenced_after(token_s: float, seconds: float) -> list[str]:
     )
     slot = EngineSlot("engine-0", Engine(token_s))
     dispatcher.join(slot)
-    call = slot.calls["request"] = Call(asyncio.create_task(asyncio.sleep(1e6)), "group")
+    slot.calls["request"] = Call(asyncio.get_running_loop().create_future(), "group")
     watch = asyncio.create_task(dispatcher.watch())
 
     async def listen() -> None:
@@ -37,7 +37,7 @@ async def fenced_after(token_s: float, seconds: float) -> list[str]:
 
     listening = asyncio.create_task(listen())
     await asyncio.sleep(seconds)
-    for task in (watch, listening, call.task):
+    for task in (watch, listening):
         task.cancel()
     return fenced
 

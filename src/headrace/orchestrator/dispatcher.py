@@ -33,24 +33,28 @@ async def with_deadline(call: Awaitable[T], seconds: float, what: str) -> T:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A request that runs on an engine, and the task that waits for its reply."""
+    """A request that runs on an engine. asks: the task that asks for it alone, if one does"""
 
-    task: asyncio.Task[Any]
+    reply: asyncio.Future[Generation]
     group_id: str
-    lost: str = ""
-    """Why no reply is waited for any more."""
+    asks: asyncio.Task[None] | None = None
 
-    def lose(self, reason: str) -> None:
-        """Let the waiting end with `WorkerDied`. A task of its own for each request would cost more than the request."""
-        if not self.lost:
-            self.lost = reason
-            self.task.cancel(reason)
+    def end(self, result: Generation | Exception) -> None:
+        """The first end counts."""
+        if self.reply.done():
+            return
+        if isinstance(result, Exception):
+            self.reply.set_exception(result)
+            self.reply.exception()  # seen: its caller may be gone
+        else:
+            self.reply.set_result(result)
 
 
 @dataclass(slots=True, eq=False)
 class EngineSlot:
     """One engine as the dispatcher knows it.
 
+    together: it takes requests by `submit` and tells of ends by `ended`, many in one message
     calls: by request id
     moved_at: when it was last seen to make progress, or had nothing to do (seconds of the loop's clock)
     unknown: request ids to how many examinations in a row did not find them on the engine
@@ -59,11 +63,15 @@ class EngineSlot:
     name: str
     proxy: Proxy
     version: int = NO_VERSION
+    together: bool = False
     fenced: bool = False
     calls: dict[str, Call] = field(default_factory=dict)
     stats: EngineStats = field(default_factory=EngineStats)
     moved_at: float = 0.0
     unknown: Counter[str] = field(default_factory=Counter)
+    leaving: list[GenerateRequest] = field(default_factory=list)
+    """Requests of this turn of the event loop, not sent yet."""
+    listener: asyncio.Task[None] | None = None
 
     def heard(self, stats: EngineStats) -> None:
         """Take in what the engine says of itself, whoever asked: tokens since the last word are progress."""
@@ -114,8 +122,8 @@ class Dispatcher:
             return
         slot.fenced = True
         self.slots.pop(slot.name, None)
-        for call in list(slot.calls.values()):
-            call.lose(reason)
+        for request_id in list(slot.calls):
+            self._lose(slot, request_id)
         self.changed.fire()
         self.on_fenced(slot, reason)
 
@@ -166,35 +174,92 @@ class Dispatcher:
         `CallTimeout` when the reply is, `NoEngines` when nobody is left to ask."""
         request_id = request.request_id
         slot = await self._admitted(request)
-        waiting = asyncio.current_task()
-        assert waiting is not None
-        cancelled_before = waiting.cancelling()
-        call = slot.calls[request_id] = Call(waiting, request.group_id)
+        call = slot.calls[request_id] = Call(asyncio.get_running_loop().create_future(), request.group_id)
         self._routing.started(request, slot)
         if len(slot.calls) == 1:
             slot.moved_at = asyncio.get_running_loop().time()
+        if slot.together and report is None:
+            self._send_soon(slot, request)
+        else:
+            call.asks = self._background(self._ask(slot, call, request, report))
         try:
-            asked = slot.proxy.generate(request) if report is None else _reported(slot.proxy, request, report)
-            generation: Generation = await asked
+            generation = await call.reply
             if self.oldest is not None and len(generation.policy_versions):
                 self._note_token(request.group_id, int(generation.policy_versions.min()))
             return generation
         except asyncio.CancelledError:
-            if call.lost and waiting.uncancel() <= cancelled_before:
-                raise WorkerDied(f"{slot.name} was given up while {request_id} ran on it") from None
             # The caller is cancelled: its group is closed, so nothing may go on running on an engine for it.
             if not slot.fenced:
                 self._background(self._quietly(slot.proxy.abort(request_id)))
             raise
-        except WorkerDied as error:
-            call.lost = str(error)  # its reply has come: only the others are still to be told
-            self.fence(slot, call.lost)
-            raise
         finally:
+            if call.asks is not None:
+                call.asks.cancel()  # where no reply came, it is waited for no longer
             slot.calls.pop(request_id, None)
             slot.unknown.pop(request_id, None)
             self._routing.ended(request, slot)
             self.changed.fire()
+
+    async def _ask(
+        self, slot: EngineSlot, call: Call, request: GenerateRequest, report: Callable[[Generation], None] | None
+    ) -> None:
+        """One request in a message of its own."""
+        try:
+            call.end(await (slot.proxy.generate(request) if report is None else _reported(slot.proxy, request, report)))
+        except WorkerDied as error:
+            call.end(error)
+            self.fence(slot, str(error))
+        except Exception as error:
+            call.end(error)
+
+    def _send_soon(self, slot: EngineSlot, request: GenerateRequest) -> None:
+        """With all others of this turn of the loop: siblings come together, and a message costs more than what is in it."""
+        slot.leaving.append(request)
+        if len(slot.leaving) == 1:
+            asyncio.get_running_loop().call_soon(self._send, slot)
+
+    def _send(self, slot: EngineSlot) -> None:
+        requests = [one for one in slot.leaving if one.request_id in slot.calls]
+        slot.leaving.clear()
+        if slot.listener is None or slot.listener.done():
+            slot.listener = self._background(self._listen(slot))
+        if requests:
+            self._background(self._submit(slot, requests))
+
+    async def _submit(self, slot: EngineSlot, requests: list[GenerateRequest]) -> None:
+        try:
+            await slot.proxy.submit(requests)
+        except WorkerDied as error:
+            self.fence(slot, str(error))
+        except PartFailed as error:
+            for request in requests:
+                self._end(slot, request.request_id, error)
+
+    async def _listen(self, slot: EngineSlot) -> None:
+        """Hand on what ends, as long as the engine lives. One that goes when nothing runs on it is missed by who asks next."""
+        while True:
+            try:
+                ended = await slot.proxy.ended()
+            except WorkerDied as error:
+                if slot.calls:
+                    self.fence(slot, str(error))
+                return
+            except PartFailed as error:
+                for request_id in list(slot.calls):
+                    self._end(slot, request_id, error)
+                return
+            for request_id, result in ended:
+                self._end(slot, request_id, result)
+
+    def _end(self, slot: EngineSlot, request_id: str, result: Generation | Exception) -> None:
+        if (call := slot.calls.get(request_id)) is not None:
+            call.end(result)
+        else:
+            self.ignored_replies += 1
+
+    def _lose(self, slot: EngineSlot, request_id: str) -> None:
+        """No reply is waited for any more."""
+        slot.calls[request_id].end(WorkerDied(f"{slot.name} was given up while {request_id} ran on it"))
 
     async def _admitted(self, request: GenerateRequest) -> EngineSlot:
         """Wait for the gate and for an engine."""
@@ -210,14 +275,18 @@ class Dispatcher:
                 self._wake_later(self.rejoin_timeout_s)
             await self.changed.wait()
 
-    async def note_started(self) -> None:
-        """Learn which running groups have a token of their engine's version: asked before a swap, when it is still sure."""
-        for slot in self.live() if self.oldest is not None else ():
+    async def hear(self) -> None:
+        """Ask all engines how they are before a swap: figures of steps that are quicker than the watch, and which running
+        groups have a token of their engine's version, while that is still sure."""
+
+        async def one(slot: EngineSlot) -> None:
             with contextlib.suppress(PartFailed):  # the swap that follows fences an engine that is gone
-                stats = await with_deadline(slot.proxy.stats(), self.generate_timeout_s, f"{slot.name}.stats")
-                for request_id, tokens in stats.progress.items():
+                slot.heard(await with_deadline(slot.proxy.stats(), self.generate_timeout_s, f"{slot.name}.stats"))
+                for request_id, tokens in slot.stats.progress.items() if self.oldest is not None else ():
                     if tokens and request_id in slot.calls:
                         self._note_token(slot.calls[request_id].group_id, slot.version)
+
+        await asyncio.gather(*map(one, self.live()))
 
     def _note_token(self, group_id: str, version: int) -> None:
         assert self.oldest is not None
@@ -265,20 +334,21 @@ class Dispatcher:
                 slot, f"{slot.name} made no token for {self.generate_timeout_s:g} s with {len(slot.calls)} requests"
             )
             return
-        for request_id, call in list(slot.calls.items()):
+        for request_id in list(slot.calls):
             slot.unknown[request_id] = 0 if request_id in stats.progress else slot.unknown[request_id] + 1
             if slot.unknown[request_id] >= 3:
                 # The engine no longer knows the request and no reply came: it was lost on the way.
                 self.ignored_replies += 1
-                call.lose("reply lost")
+                self._lose(slot, request_id)
 
     def _wake_later(self, seconds: float) -> None:
         asyncio.get_running_loop().call_later(seconds, self.changed.fire)
 
-    def _background(self, work: Any) -> None:
+    def _background(self, work: Any) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)
         _BACKGROUND[id(task)] = task
         task.add_done_callback(lambda done: _BACKGROUND.pop(id(done), None))
+        return task
 
     async def _quietly(self, call: Awaitable[Any]) -> None:
         with contextlib.suppress(PartFailed):  # the engine is gone, and the request with it

@@ -64,7 +64,7 @@ class WeightSync:
             clock = asyncio.get_running_loop().time
             started = clock()
             await self._all(lambda slot: self._prepare(slot, ticket), self.prepare_timeout_s, "prepare")
-            await self.dispatcher.note_started()
+            await self.dispatcher.hear()
             prepared = clock()
             if self.interruption.drain:
                 self.dispatcher.close_gate()

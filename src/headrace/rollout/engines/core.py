@@ -115,6 +115,9 @@ class Core(ABC):
             self.running.remove(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
+        self._tell(sequence, error)
+
+    def _tell(self, sequence: Sequence, error: Exception | None) -> None:
         self.release(sequence)
         self._reporters.pop(sequence.request_id, None)
         self._listeners.pop(sequence.request_id)(sequence, error)
@@ -168,15 +171,13 @@ class Core(ABC):
             Draw(one.request.sampling, uniform, one.banned(), record=one.masks is not None, seen=one.ids)
             for one, uniform in zip(sequences, next_uniforms(sequences), strict=True)
         ]
+        ended: dict[Sequence, Exception | None] = {}
         for row, (sequence, drawn) in enumerate(zip(sequences, self.sample(logits, draws), strict=True)):
             if drawn is None:
-                self.finish(
-                    sequence,
-                    "abort",
-                    PartFailed(
-                        f"request {sequence.request_id}: logits of version {self.version} are not finite, or its "
-                        "sampling leaves no token"
-                    ),
+                sequence.finish_reason = "abort"
+                ended[sequence] = PartFailed(
+                    f"request {sequence.request_id}: logits of version {self.version} are not finite, or its "
+                    "sampling leaves no token"
                 )
                 continue
             chosen = routes[row] if routes is not None else None
@@ -184,7 +185,11 @@ class Core(ABC):
             sequence.append(drawn.token, drawn.logprob, version, drawn.kept, chosen)
             self.generated_tokens += 1
             if check_finish(sequence, self.facts.tokenizer):
-                self.finish(sequence)
+                ended[sequence] = None
+        if ended:  # all at once: each search of the list is as long as it
+            self.running = [one for one in self.running if one not in ended]
+        for sequence, error in ended.items():
+            self._tell(sequence, error)
 
     def sample(self, logits: Any, draws: list[Draw]) -> list[Drawn | None]:
         return sample(logits, draws)

@@ -7,7 +7,7 @@ import contextlib
 import queue
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 from headrace.cores import use_threads, work_beside
 from headrace.errors import HeadraceError, PartFailed
 from headrace.protocols import PauseMode, RunningPolicy
-from headrace.rollout.engines.core import Core
+from headrace.rollout.engines.core import Core, Reporter
 from headrace.rollout.engines.sequences import Sequence
+from headrace.signals import Signal
 from headrace.types import EngineStats, GenerateRequest, Generation, WeightTicket
 
 T = TypeVar("T")
@@ -36,6 +37,8 @@ class EngineDriver:
         self._pump: asyncio.Task[None] | None = None
         self._lock: asyncio.Lock | None = None
         self._drain_waiters: list[Callable[[], None]] = []
+        self._ends: list[tuple[str, Generation | HeadraceError]] = []
+        self._has_ended = Signal()
         self._news: deque[Callable[[], None]] = deque()
         self._told: asyncio.AbstractEventLoop | None = None
         """The loop that has been woken for `_news` and did not look yet."""
@@ -50,19 +53,55 @@ class EngineDriver:
     # -------------------------------------------------------------------------------------------------- requests
 
     async def generate(self, request: GenerateRequest) -> Generation:
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Generation] = loop.create_future()
+        self._check()
+        self._post(partial(self._open, loop, request, partial(_settle, done)))
         try:
-            return await self._submit(request)
+            return await done
         except asyncio.CancelledError:
             # Nobody waits any more: a request that ran on would hold keys and values for no lease.
             self._post(lambda: self.core.cancel(request))
             raise
 
+    async def submit(self, requests: Iterable[GenerateRequest]) -> None:
+        self._check()
+        loop = asyncio.get_running_loop()
+
+        def open_all() -> None:
+            for request in requests:
+                self._open(loop, request, partial(self._note_end, request.request_id))
+
+        self._post(open_all)
+
+    async def ended(self) -> list[tuple[str, Generation | HeadraceError]]:
+        while not self._ends:
+            self._check()
+            await self._has_ended.wait()
+        ends, self._ends = self._ends, []
+        return ends
+
+    def _note_end(self, request_id: str, result: Generation | HeadraceError) -> None:
+        self._ends.append((request_id, result))
+        self._has_ended.fire()
+
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Generation]:
         """Pieces of new tokens; a piece that is not the last one carries finish_reason "abort", as if it was cut there."""
         seen = request.prefix.token_ids.size if request.prefix is not None else 0
+        loop = asyncio.get_running_loop()
         pieces: asyncio.Queue[Generation | None] = asyncio.Queue()
+        done: asyncio.Future[Generation] = loop.create_future()
+
+        def end(result: Generation | HeadraceError) -> None:
+            _settle(done, result)
+            pieces.put_nowait(None)
+
+        def report(piece: Generation) -> None:
+            self._into(loop, partial(pieces.put_nowait, piece))
+
+        self._check()
+        self._post(partial(self._open, loop, request, end, report))
         try:
-            done = self._submit(request, pieces)
             while (piece := await pieces.get()) is not None:
                 seen += piece.token_ids.size
                 yield piece
@@ -70,35 +109,29 @@ class EngineDriver:
         finally:
             self._post(lambda: self.core.cancel(request))
 
-    def _submit(
-        self, request: GenerateRequest, pieces: asyncio.Queue[Generation | None] | None = None
-    ) -> asyncio.Future[Generation]:
-        """Hand a request to the core. What it samples is put into `pieces` as it comes, and None at the end."""
-        self._check()
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[Generation] = loop.create_future()
+    def _open(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        request: GenerateRequest,
+        end: Callable[[Generation | HeadraceError], None],
+        report: Reporter | None = None,
+    ) -> None:
+        """Hand a request to the core, whose thread this is; `end` is called in the loop."""
 
-        def settle(sequence: Sequence | None, error: Exception | None) -> None:
-            def apply() -> None:
-                if not done.done():
-                    done.set_exception(error) if error else done.set_result(sequence.generation())  # type: ignore[union-attr]
-                    done.exception()  # seen: nobody may wait any more
-                if pieces is not None:
-                    pieces.put_nowait(None)
+        def settle(sequence: Sequence, error: Exception | None) -> None:
+            self._into(loop, lambda: end(self._as_ours(error) if error is not None else sequence.generation()))
 
-            self._into(loop, apply)
+        try:
+            self.core.submit(request, settle, report)
+        except Exception as error:
+            self._into(loop, partial(end, self._as_ours(error)))
 
-        def report(piece: Generation) -> None:
-            self._into(loop, lambda: pieces.put_nowait(piece))  # type: ignore[union-attr]
-
-        def submit() -> None:
-            try:
-                self.core.submit(request, settle, report if pieces is not None else None)
-            except Exception as error:
-                settle(None, error)
-
-        self._post(submit)
-        return done
+    def _as_ours(self, error: Exception) -> HeadraceError:
+        if isinstance(error, HeadraceError):
+            return error
+        ours = PartFailed(f"{self.core.context.name}: {type(error).__name__}: {error}")
+        ours.__cause__ = error
+        return ours
 
     async def abort(self, request_id: str, keep_kv: bool = False) -> Generation | None:
         return await self._call(lambda: self.core.abort(request_id, keep_kv))
@@ -175,6 +208,7 @@ class EngineDriver:
             await self._call(lambda: self.core.fail_all(PartFailed("the engine was closed")))
             await self._call(self.core.flush_events)
         self._closed = True
+        self._has_ended.fire()
         if self._thread is not None:
             self._commands.put(None)
             await asyncio.to_thread(self._thread.join)
@@ -291,6 +325,16 @@ def _stand_back(threads: int, busy: Callable[[], bool]) -> None:
     """Of the thread that prepares weights while passes go on: one core, or the products of both would wait for each other."""
     use_threads(threads)
     work_beside(busy)
+
+
+def _settle(done: asyncio.Future[Generation], result: Generation | HeadraceError) -> None:
+    if done.done():
+        return
+    if isinstance(result, HeadraceError):
+        done.set_exception(result)
+        done.exception()  # seen: nobody may wait any more
+    else:
+        done.set_result(result)
 
 
 def _resolve(future: asyncio.Future[None]) -> None:

@@ -15,14 +15,17 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
+from functools import partial
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 
-from headrace.errors import RequestRefused, StaleTicket
+from headrace.errors import HeadraceError, RequestRefused, StaleTicket
 from headrace.protocols import PauseMode, RunningPolicy, WorkerContext
+from headrace.signals import Signal
 from headrace.types import (
     NO_VERSION,
     EngineStats,
@@ -113,6 +116,8 @@ class ScriptedEngine:
         self._forgotten_runs = 0
         self._staged: WeightTicket | None = None
         self._requests: dict[str, _Running] = {}
+        self._ended: list[tuple[str, Generation | HeadraceError]] = []
+        self._has_ended = Signal()
         self._waiting: deque[_Running] = deque()
         self._decoding: dict[_Running, None] = {}
         self._ends: list[tuple[float, int, _Running]] = []
@@ -132,19 +137,44 @@ class ScriptedEngine:
     # ------------------------------------------------------------------------------------------------ generation
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        if len(request.prompt_ids) >= self.costs.context_length:
-            raise RequestRefused(
-                f"prompt of {len(request.prompt_ids)} tokens, context of {self.costs.context_length}: shorten the prompt"
-            )
-        one = self._start(request)
+        return await self._run(self._start(request))
+
+    async def submit(self, requests: Iterable[GenerateRequest]) -> None:
+        for request in requests:
+            try:
+                task = asyncio.ensure_future(self._run(self._start(request)))
+            except RequestRefused as refused:
+                self._note_end(request.request_id, refused)
+            else:
+                task.add_done_callback(partial(self._note_task, request.request_id))
+
+    async def ended(self) -> list[tuple[str, Generation | HeadraceError]]:
+        while not self._ended:
+            await self._has_ended.wait()
+        ends, self._ended = self._ended, []
+        return ends
+
+    def _note_task(self, request_id: str, task: asyncio.Task[Generation]) -> None:
+        if not task.cancelled():
+            self._note_end(request_id, task.exception() or task.result())
+
+    def _note_end(self, request_id: str, result: Any) -> None:
+        self._ended.append((request_id, result))
+        self._has_ended.fire()
+
+    async def _run(self, one: _Running) -> Generation:
         try:
             await one.done
-            reason: FinishReason = "length" if one.length == request.sampling.max_tokens else "stop"
+            reason: FinishReason = "length" if one.length == one.request.sampling.max_tokens else "stop"
             return self._result(one, "abort" if one.cut is not None else reason)
         finally:
             self._leave(one)
 
     def _start(self, request: GenerateRequest) -> _Running:
+        if len(request.prompt_ids) >= self.costs.context_length:
+            raise RequestRefused(
+                f"prompt of {len(request.prompt_ids)} tokens, context of {self.costs.context_length}: shorten the prompt"
+            )
         kept = len(request.prefix.token_ids) if request.prefix is not None else 0
         one = _Running(
             request, request.request_id, self._length(request), kept, asyncio.get_running_loop().create_future()

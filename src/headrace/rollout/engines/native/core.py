@@ -35,6 +35,31 @@ class End:
     routes: np.ndarray | None
 
 
+class Computing:
+    """Sequences that are behind, by the tokens that they are computing."""
+
+    def __init__(self, sequences: list[Sequence]) -> None:
+        self._sequences = sequences
+        self._beginnings: dict[int, set[tuple[int, ...]]] = {}
+        """Length -> beginnings of that length whose last token is being computed."""
+
+    def add(self, sequence: Sequence) -> None:
+        self._sequences.append(sequence)
+        for length, beginnings in self._beginnings.items():
+            beginnings.update(self._beginning(sequence, length))
+
+    def has(self, ids: list[int], length: int) -> bool:
+        """Whether someone is computing the last of the first `length` tokens of `ids`, after the same ones."""
+        if length not in self._beginnings:
+            found = (one for sequence in self._sequences for one in self._beginning(sequence, length))
+            self._beginnings[length] = set(found)
+        return tuple(ids[:length]) in self._beginnings[length]
+
+    def _beginning(self, sequence: Sequence, length: int) -> list[tuple[int, ...]]:
+        able = sequence.kv_pure and sequence.kv_length < length <= len(sequence.ids)
+        return [tuple(sequence.ids[:length])] if able else []
+
+
 class NativeCore(Core):
     """Continuous batching: each pass takes one token of every sequence that decodes and a piece of those that catch up."""
 
@@ -187,10 +212,10 @@ class NativeCore(Core):
     def _admit(self) -> None:
         """First come, first served, while blocks last. Who would share what is being computed waits for it."""
         drawing: list[tuple[Sequence, Any]] = []
-        behind = [one for one in self.running if self._is_behind(one)]
+        computing = Computing([one for one in self.running if self._is_behind(one)])
         admitted: set[Sequence] = set()
         try:
-            self._admit_while_there_is_room(behind, admitted, drawing)
+            self._admit_while_there_is_room(computing, admitted, drawing)
         finally:  # whatever failed: a sequence is in one place, and no block waits to be copied
             self.waiting = [one for one in self.waiting if one not in admitted]
             self.running.sort(key=lambda one: one.arrival)
@@ -203,7 +228,7 @@ class NativeCore(Core):
             self.draw([one for one, _ in drawing], logits, routes if self.has_experts else None)
 
     def _admit_while_there_is_room(
-        self, behind: list[Sequence], admitted: set[Sequence], drawing: list[tuple[Sequence, Any]]
+        self, computing: Computing, admitted: set[Sequence], drawing: list[tuple[Sequence, Any]]
     ) -> None:
         """Adds to all three: who has tokens to compute, who was admitted, and whose first token can be drawn at once."""
         waited_for: set[tuple[str, int]] = set()
@@ -223,7 +248,7 @@ class NativeCore(Core):
             saved = self._saved(sequence) if held_back else None
             sequence.under = sequence.under if saved else None
             match = NO_MATCH if saved else self.table.match(known, leave_one=len(known) == len(sequence.ids))
-            if not saved and self._worth_waiting(known, match.length(self.block_size), behind):
+            if not saved and self._worth_waiting(known, match.length(self.block_size), computing):
                 if prompt is not None:
                     waited_for.add(prompt)
                 continue
@@ -234,7 +259,7 @@ class NativeCore(Core):
             admitted.add(sequence)
             self.running.append(sequence)
             if self._is_behind(sequence):
-                behind.append(sequence)
+                computing.add(sequence)
             if sequence.started:
                 # The last token's were never there.
                 self.recomputed_tokens += max(len(sequence.ids) - 1 - sequence.kv_length, 0)
@@ -245,15 +270,11 @@ class NativeCore(Core):
                 sequence.started = True
                 drawing.append((sequence, match.end))
 
-    def _worth_waiting(self, ids: list[int], known: int, behind: list[Sequence]) -> bool:
-        """Whether someone of those `behind` is computing a further block, or all the rest, of these very tokens."""
+    def _worth_waiting(self, ids: list[int], known: int, computing: Computing) -> bool:
+        """Whether someone is computing a further block, or all the rest, of these very tokens."""
         if known >= len(ids):
             return False
-        wanted = min(known - known % self.block_size + self.block_size, len(ids))
-        start, last = ids[:wanted], ids[wanted - 1]
-        # Most differ in their last token already, which is cheaper to see than to cut out what is compared.
-        able = (one for one in behind if one.kv_length < wanted <= len(one.ids) and one.ids[wanted - 1] == last)
-        return any(other.kv_pure and other.ids[:wanted] == start for other in able)
+        return computing.has(ids, min(known - known % self.block_size + self.block_size, len(ids)))
 
     def _give_blocks(self, sequence: Sequence, match: Match) -> bool:
         """Blocks for all tokens of a sequence, shared where they are known. False when there is no room."""
@@ -277,10 +298,11 @@ class NativeCore(Core):
         """The shared beginnings of blocks that are filled further, all at once; held until now, so that they are there."""
         if not self._tails:
             return
-        size, tails, self._tails = self.block_size, self._tails, []
-        sources = [block * size + at for block, _, count in tails for at in range(count)]
-        targets = [block * size + at for _, block, count in tails for at in range(count)]
-        self.store.copy(torch.tensor(sources), torch.tensor(targets))
+        tails, self._tails = self._tails, []
+        sources, targets, counts = np.array(tails).T
+        at = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        slots = [np.repeat(blocks * self.block_size, counts) + at for blocks in (sources, targets)]
+        self.store.copy(*map(torch.from_numpy, slots))
         self.table.release([block for block, _, _ in tails])
 
     def _make_room(self, decoding: list[Sequence]) -> list[Sequence]:
