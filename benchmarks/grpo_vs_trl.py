@@ -29,7 +29,8 @@ SAMPLES = 8
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is learned, by both: `matched` is the regular expression that takes the answer out of a completion."""
+    """What is learned, by both: `matched` is the regular expression that takes the answer out of a completion; warmup: steps
+    over which the learning rate rises."""
 
     model: str
     groups: int
@@ -37,6 +38,7 @@ class Work:
     lr: float
     matched: str
     overrides: tuple[str, ...]
+    warmup: int = 0
 
     @property
     def samples(self) -> int:
@@ -53,6 +55,8 @@ WORKS = {
         1.5e-3,
         r"^.*$",
         ("reward.functions=[{use='exact'}]", "rollout.engine.max_running=512"),
+        # Adam's first steps at this rate would unlearn half of what the model can do, one way or another with each seed.
+        warmup=10,
     ),
 }
 
@@ -84,7 +88,7 @@ n = job["groups"] * job["samples"]
 config = GRPOConfig(
     output_dir=job["out"], max_steps=job["steps"], per_device_train_batch_size=n, num_generations=job["samples"],
     max_completion_length=job["max_tokens"], temperature=1.0, learning_rate=job["lr"], lr_scheduler_type="linear",
-    warmup_steps=0, adam_beta1=0.9, adam_beta2=0.999, weight_decay=0.0, max_grad_norm=1.0, beta=0.0, epsilon=0.2,
+    warmup_steps=job["warmup"], adam_beta1=0.9, adam_beta2=0.999, weight_decay=0.0, max_grad_norm=1.0, beta=0.0, epsilon=0.2,
     epsilon_high=0.28, loss_type="dapo", scale_rewards="group", mask_truncated_completions=False, use_cpu=True, bf16=False,
     gradient_checkpointing=False, logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True,
     shuffle_dataset=False, seed=job["seed"], dataloader_pin_memory=False, model_init_kwargs={"dtype": "float32"},
@@ -120,7 +124,7 @@ def peer_python() -> Path:
 def run_trl(work: Work, model: Path, tasks: Path, steps: int, seed: int, threads: int) -> Ran:
     with tempfile.TemporaryDirectory() as out:
         job = {
-            **{name: getattr(work, name) for name in ("groups", "max_tokens", "lr", "matched")},
+            **{name: getattr(work, name) for name in ("groups", "max_tokens", "lr", "matched", "warmup")},
             "model": str(model),
             "tasks": str(tasks),
             "steps": steps,
@@ -151,7 +155,8 @@ def run_headrace(work: Work, placement: str, tasks: Path, steps: int, seed: int,
                 "rollout.sampling.temperature=1",
                 f"rollout.sampling.max_tokens={work.max_tokens}",
             ),
-            f"training.optimizer={{lr={work.lr}, schedule='linear', betas=[0.9, 0.999]}}",
+            f"training.optimizer={{lr={work.lr}, schedule='linear', betas=[0.9, 0.999], warmup_steps={work.warmup}}}",
+            "observability.sinks=['jsonl']",  # TRL reports to nobody, either
             *(f"training.threads={own}", f"rollout.engine.threads={own}", "evaluation.source="),
             *("training.micro_tokens=8192", "reward.workers=0", *work.overrides),
         ]

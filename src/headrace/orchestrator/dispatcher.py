@@ -276,17 +276,18 @@ class Dispatcher:
             await self.changed.wait()
 
     async def hear(self) -> None:
-        """Ask all engines how they are before a swap: figures of steps that are quicker than the watch, and which running
-        groups have a token of their engine's version, while that is still sure."""
+        """Ask all engines how they are when a swap is near: figures of steps that are quicker than the watch, and which
+        running groups have a token of their engine's version. That alone is waited for: afterwards it is not sure."""
+        asking = [self._background(self._hear(slot)) for slot in self.live()]
+        if self.oldest is not None:
+            await asyncio.gather(*asking)
 
-        async def one(slot: EngineSlot) -> None:
-            with contextlib.suppress(PartFailed):  # the swap that follows fences an engine that is gone
-                slot.heard(await with_deadline(slot.proxy.stats(), self.generate_timeout_s, f"{slot.name}.stats"))
-                for request_id, tokens in slot.stats.progress.items() if self.oldest is not None else ():
-                    if tokens and request_id in slot.calls:
-                        self._note_token(slot.calls[request_id].group_id, slot.version)
-
-        await asyncio.gather(*map(one, self.live()))
+    async def _hear(self, slot: EngineSlot) -> None:
+        with contextlib.suppress(PartFailed):  # the swap that follows fences an engine that is gone
+            slot.heard(await with_deadline(slot.proxy.stats(), self.generate_timeout_s, f"{slot.name}.stats"))
+            for request_id, tokens in slot.stats.progress.items() if self.oldest is not None else ():
+                if tokens and request_id in slot.calls:
+                    self._note_token(slot.calls[request_id].group_id, slot.version)
 
     def _note_token(self, group_id: str, version: int) -> None:
         assert self.oldest is not None
