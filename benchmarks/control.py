@@ -37,23 +37,26 @@ PEERS = {
 }
 ONCE = ["training.epochs=1", "training.minibatches=1"]
 PLAIN = ["env.mode=sync", "env.count=128", *ONCE]
+WIDE = ["env.mode=sync", "env.count=1024", "env.steps=64", "buffer.steps=3", "buffer.store=shared_memory", *ONCE]
 SLEEPY = [f"env.id={Path(__file__).resolve()}:make_sleeping", *ONCE, "env.step_timeout_s=60"]
 
 SCENARIOS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "vectorised": {
         "ppo_sync, 1 thread": ("headrace", {"preset": "ppo_sync", "words": ONCE, "threads": 1}),
         "ppo_sync, 2 threads": ("headrace", {"preset": "ppo_sync", "words": ONCE, "threads": 2}),
-        "ppo_sync overlapped": ("headrace", {"preset": "ppo_sync", "words": [*ONCE, "placement=separate"]}),
+        "ppo_sync overlapped": ("headrace", {"preset": "ppo_sync", "words": [*ONCE, "placement=separate", "training.threads=2"]}),
         "by hand, 1 thread": ("by_hand", {"threads": 1}),
         "by hand, 2 threads": ("by_hand", {"threads": 2}),
         "sample_factory, batched": ("sample_factory", {"batched": True}),
     },
     "plain": {
         "ppo_sync": ("headrace", {"preset": "ppo_sync", "words": PLAIN}),
-        "impala": ("headrace", {"preset": "impala", "words": PLAIN}),
+        "impala": ("headrace", {"preset": "impala", "words": WIDE}),
+        "impala, 128": ("headrace", {"preset": "impala", "words": PLAIN}),
         "sample_factory here": ("headrace", {"preset": "sample_factory", "words": [*PLAIN, "training.groups=1"]}),
         "sample_factory": ("sample_factory", {"batched": False}),
-        "sb3": ("sb3", {}),
+        "sb3, as it learns best": ("sb3", {"epochs": 4, "batch": 512}),
+        "sb3, quickest: 1,024, one epoch": ("sb3", {"count": 1024, "steps": 16, "batch": 16384}),
         "stepping alone, on all cores": ("stepping", {}),
     },
     "learning": {
@@ -77,7 +80,11 @@ RATIOS = {
         (own, peer) for own in ("ppo_sync", "ppo_sync overlapped") for peer in ("by hand", "sample_factory")
     ],
     "plain": [("impala", "stepping alone")]
-    + [(own, peer) for own in ("impala", "sample_factory here", "ppo_sync") for peer in ("sample_factory", "sb3")],
+    + [
+        (own, peer)
+        for own in ("impala", "sample_factory here", "ppo_sync")
+        for peer in ("sample_factory", "sb3, as it learns", "sb3, quickest")
+    ],
     "learning": [("by hand", "cartpole"), ("sb3", "cartpole")],
     "sleeping": [(own, "ppo_sync, 8 in turn") for own in ("ppo_sync, 8 at once", "impala", "sample_factory")],
 }

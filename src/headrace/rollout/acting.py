@@ -22,6 +22,9 @@ JOIN_S = 0.002
 GENERATE_EVENT_S = 0.25
 TURN_S = 0.002
 """Weights, stats and cancellations wait at most so long for a loop that steps (or for one step)."""
+_TURNS = 5
+"""Turns of the event loop that a call from another process needs from its bytes to its reply; with one each time it would
+take ten milliseconds, and a sync, which is two calls, as long as a trajectory."""
 _OF_EPISODES = 1 << 20
 """Index of the environments that play whole episodes: no actor has so high a number."""
 
@@ -37,6 +40,7 @@ class Acting:
         self._aborted: set[str] = set()
         self._steps = 0
         self._worked: tuple[int, int] | None = None
+        self._turn_at = 0.0
 
     async def describe(self) -> Spaces:
         """What the environments show and take: the trainer builds its network from it."""
@@ -49,17 +53,10 @@ class Acting:
 
         wanted = request.episodes
         assert wanted is not None
-        turn_at = 0.0
 
         async def stepped(count: int) -> None:
-            nonlocal turn_at
             self._steps += count
-            if time.monotonic() >= turn_at:
-                self._requests[request.request_id] += 1
-                await asyncio.sleep(0)
-                turn_at = time.monotonic() + TURN_S
-            if request.request_id in self._aborted:
-                raise PartFailed(f"{request.request_id} was aborted")
+            await self._give_way(request.request_id, self._requests[request.request_id] + 1)
 
         env = msgspec.structs.replace(self.env, count=min(wanted.count, self.env.count))
         self._requests[request.request_id] = 0
@@ -79,6 +76,17 @@ class Acting:
         finally:
             self._requests.pop(request.request_id, None)
             self._aborted.discard(request.request_id)
+
+    async def _give_way(self, request_id: str, progress: int) -> None:
+        """Let other calls through, every `TURN_S`. Raises `PartFailed` for a request that was aborted meanwhile."""
+        if time.monotonic() < self._turn_at:
+            return
+        self._requests[request_id] = progress
+        for _ in range(_TURNS):
+            await asyncio.sleep(0)
+        self._turn_at = time.monotonic() + TURN_S
+        if request_id in self._aborted:
+            raise PartFailed(f"{request_id} was aborted")
 
     async def abort(self, request_id: str, keep_kv: bool = False) -> None:
         """End a request. Half a trajectory is none, so nothing is handed back."""

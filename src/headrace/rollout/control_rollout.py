@@ -6,7 +6,6 @@ one trajectory, and progress is counted in steps.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import Any, Protocol
 
@@ -19,7 +18,7 @@ from headrace.policies.config import PolicyConfig
 from headrace.policies.shared_pass import Passes, SharedPass
 from headrace.policies.spaces import Spaces
 from headrace.protocols import Lease, TrajectoryRequest, WeightChannel, WorkerContext
-from headrace.rollout.acting import TURN_S, Acting, mix_seed, refuse_what_is_not_finite
+from headrace.rollout.acting import Acting, mix_seed, refuse_what_is_not_finite
 from headrace.rollout.config import EnvConfig
 from headrace.rollout.engines.policy_network import PolicyNetworkEngine
 from headrace.rollout.environments.gymnasium_vector import VectorEnvironment
@@ -63,7 +62,6 @@ class Actor(Acting):
         self.makes = 0
         self.environments: VectorEnvironment | None = self._make()
         super().__init__(context, env, self._make_engine(policy, channel))
-        self._turn_at = 0.0
         self._begin_episodes()
 
     # ------------------------------------------------------------------------------------------------ trajectories
@@ -111,7 +109,7 @@ class Actor(Acting):
         return trajectory
 
     async def _loop(self, request: TrajectoryRequest) -> Recording:
-        """`env.steps` steps. The other calls to this actor get their turn every `TURN_S`."""
+        """`env.steps` steps. The other calls to this actor get their turn now and then."""
         environments, engine = self.environments, self.engine
         assert environments is not None
         to_environment, step = engine.distribution.to_environment, environments.step
@@ -126,12 +124,7 @@ class Actor(Acting):
             result = step(to_environment(recorded.actions[t]))
             recorded.step(t, result)
             state = self._count(recorded, t, result, state)
-            if time.monotonic() >= self._turn_at:
-                self._requests[request.request_id] = t
-                await asyncio.sleep(0)
-                self._turn_at = time.monotonic() + TURN_S
-                if request.request_id in self._aborted:
-                    raise PartFailed(f"{request.request_id} was aborted")
+            await self._give_way(request.request_id, t)
         self._observations, self._state = recorded.last(), state
         return recorded
 

@@ -5,8 +5,6 @@ What reaches the host, once a trajectory: whether all was finite, how many episo
 
 from __future__ import annotations
 
-import asyncio
-import time
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,7 @@ from headrace.policies.spaces import PLAIN, Spaces, describe_spaces
 from headrace.protocols import TrajectoryRequest, WeightChannel, WorkerContext
 from headrace.rollout.acting import mix_seed
 from headrace.rollout.config import EnvConfig
-from headrace.rollout.control_rollout import TURN_S, Actor
+from headrace.rollout.control_rollout import Actor
 from headrace.rollout.engines.policy_network import PolicyNetworkEngine
 from headrace.rollout.environments.making import simulator_options
 from headrace.rollout.environments.simulators import make_simulator
@@ -83,12 +81,7 @@ class TensorActor(Actor):
             outputs.append(found)
             results.append(result)
             versions[t] = engine.version
-            if time.monotonic() >= self._turn_at:
-                self._requests[request.request_id] = t
-                await asyncio.sleep(0)
-                self._turn_at = time.monotonic() + TURN_S
-                if request.request_id in self._aborted:
-                    raise PartFailed(f"{request.request_id} was aborted")
+            await self._give_way(request.request_id, t)
         self._steps += steps * count
         self._shown = observations[steps].clone()
         return self._trajectory_of(request, observations, torch.stack(actions), torch.stack(outputs), versions, results)

@@ -68,7 +68,8 @@ class SingleEnvironments:
         """[N] objects, the last observation of each that is over: a copy, since an environment may reuse its memory."""
         final = np.empty(self.num_envs, object)
         for n in over:
-            final[n] = copy.deepcopy(self._shown[n])
+            shown = self._shown[n]  # an array's own copy takes a tenth of the time
+            final[n] = shown.copy() if isinstance(shown, np.ndarray) else copy.deepcopy(shown)
             self._shown[n] = self._resets[n]()[0]
         self._lengths[over] = 0
         return final
