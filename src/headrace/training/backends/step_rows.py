@@ -78,10 +78,10 @@ class Rows:
 
     def explained_variance(self) -> Metrics:
         """Of the targets by the values before the update: 1 is perfect, 0 no better than their mean."""
-        kept = self.weights > 0
-        if int(kept.sum()) < 2:
+        kept = self.weights.cpu().numpy() > 0  # numpy picks rows five times as fast
+        targets, values = (one.detach().cpu().numpy()[kept].astype(np.float64) for one in (self.targets, self.values))
+        if len(targets) < 2:
             return {}
-        targets, values = self.targets[kept], self.values[kept]
         spread = float(targets.var())
         return {"value/explained_variance": Stat(1 - float((targets - values).var()) / spread if spread else 0.0)}
 
