@@ -55,8 +55,8 @@ SCENARIOS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "impala, 128": ("headrace", {"preset": "impala", "words": PLAIN}),
         "sample_factory here": ("headrace", {"preset": "sample_factory", "words": [*PLAIN, "training.groups=1"]}),
         "sample_factory": ("sample_factory", {"batched": False}),
-        "sb3, as it learns best": ("sb3", {"epochs": 4, "batch": 512}),
-        "sb3, quickest: 1,024, one epoch": ("sb3", {"count": 1024, "steps": 16, "batch": 16384}),
+        "sb3 as it learns, 64, four epochs": ("sb3", {"epochs": 4, "batch": 512}),
+        "sb3 at its quickest, 1,024, one epoch": ("sb3", {"count": 1024, "steps": 16, "batch": 16384}),
         "stepping alone, on all cores": ("stepping", {}),
     },
     "learning": {
@@ -83,7 +83,7 @@ RATIOS = {
     + [
         (own, peer)
         for own in ("impala", "sample_factory here", "ppo_sync")
-        for peer in ("sample_factory", "sb3, as it learns", "sb3, quickest")
+        for peer in ("sample_factory", "sb3 as it learns", "sb3 at its quickest")
     ],
     "learning": [("by hand", "cartpole"), ("sb3", "cartpole")],
     "sleeping": [(own, "ppo_sync, 8 in turn") for own in ("ppo_sync, 8 at once", "impala", "sample_factory")],

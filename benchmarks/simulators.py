@@ -154,6 +154,7 @@ def install_envpool() -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=1024, help="environments of classic control")
+    parser.add_argument("--bodies", type=int, default=64, help="environments of MuJoCo")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", choices=["classic", "mujoco"])
@@ -170,4 +171,4 @@ if __name__ == "__main__":
             ("Humanoid-v4", "Humanoid-v4", 20),
             ("Ant-v5", "Ant-v5", 40),
         ):
-            mujoco(name, peer, 64, given.threads, given.rounds, steps)
+            mujoco(name, peer, given.bodies, given.threads, given.rounds, steps)

@@ -61,8 +61,29 @@ MUTANTS = [
     Mutant(
         "a dead engine is not fenced",
         "orchestrator/dispatcher.py",
+        "            call.end(error)\n            self.fence(slot, str(error))\n",
+        "            call.end(error)\n",
+    ),
+    Mutant(
+        "a loop that steps gives one turn at a time",
+        "rollout/acting.py",
+        "_TURNS = 5",
+        "_TURNS = 1",
+        ("tests/contracts/test_action_engine.py",),
+    ),
+    Mutant(
+        "an engine that dies under submitted requests is not missed",
+        "orchestrator/dispatcher.py",
         "                if slot.calls:\n                    self.fence(slot, str(error))\n",
         "",
+        ("tests/orchestrator/test_dispatcher_cancel.py",),
+    ),
+    Mutant(
+        "who listens to an engine is not replaced",
+        "orchestrator/dispatcher.py",
+        "        if slot.listener is None or slot.listener.done():\n",
+        "        if slot.listener is None:\n",
+        ("tests/orchestrator/test_dispatcher_cancel.py",),
     ),
     Mutant(
         "a lost reply is waited for",

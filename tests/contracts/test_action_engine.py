@@ -11,6 +11,7 @@ import torch
 
 from headrace.errors import ConfigError, PartFailed, StaleTicket
 from headrace.exchange.channels.in_process import InProcessChannel
+from headrace.orchestrator.runtimes.processes import ProcessRuntime
 from headrace.policies.config import PolicyConfig
 from headrace.policies.networks import build_network
 from headrace.protocols import ActionEngine, TrajectoryRequest, WeightReceiver
@@ -134,7 +135,7 @@ async def test_act_names_the_version_and_the_sampled_actions_log_probabilities()
 
 
 async def test_a_swap_within_a_trajectory_is_between_two_steps_and_each_step_names_its_version(monkeypatch):
-    monkeypatch.setattr("headrace.rollout.control_rollout.TURN_S", 0.0)
+    monkeypatch.setattr("headrace.rollout.acting.TURN_S", 0.0)
     lab = Lab("actor")
     await lab.receiver.commit(lab.publish(1))
     before = {name: t.clone() for name, t in lab.network.state_dict().items()}
@@ -156,8 +157,25 @@ async def test_a_swap_within_a_trajectory_is_between_two_steps_and_each_step_nam
         np.testing.assert_allclose(unit.behavior_logprobs[t], expected.numpy(), atol=1e-6)
 
 
+async def test_a_call_from_another_process_waits_for_a_step_or_two_of_a_loop_that_steps():
+    """A sync is two calls. Counted in steps: with one turn of the event loop after each, a call would take four of them."""
+    runtime = ProcessRuntime(lambda event: None)
+    env = EnvConfig(id=f"{ENVS}make_slow", mode="sync", count=1, steps=400)
+    actor = await runtime.spawn("engine-0", build_actor, env, POLICY, None, 0)
+    running = asyncio.create_task(actor.generate(TrajectoryRequest(key=RequestKey(lease_id="0-0"))))
+    try:
+        while not (await actor.stats()).progress:
+            await asyncio.sleep(0)
+        at = [(await actor.stats()).generated_tokens for _ in range(24)]
+    finally:
+        running.cancel()
+        await runtime.close()
+    assert at[-1] < 400
+    assert np.median(np.diff(at)) <= 2, np.diff(at)
+
+
 async def test_an_aborted_request_ends_and_the_next_one_is_served(monkeypatch):
-    monkeypatch.setattr("headrace.rollout.control_rollout.TURN_S", 0.0)
+    monkeypatch.setattr("headrace.rollout.acting.TURN_S", 0.0)
     lab = Lab("actor")
     waiting = [TrajectoryRequest(key=RequestKey(lease_id=f"0-{n}")) for n in range(3)]
     async with asyncio.timeout(10):

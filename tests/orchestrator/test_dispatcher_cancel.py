@@ -100,7 +100,7 @@ def test_a_caller_that_is_cancelled_as_its_engine_is_lost_ends_as_cancelled(firs
     assert with_a_call(together, scene)
 
 
-def test_a_request_that_is_cancelled_before_it_was_sent_never_reaches_its_engine():
+def test_a_request_that_is_cancelled_as_it_leaves_does_not_run_on():
     async def scene(dispatcher: Dispatcher, slot: EngineSlot, call: asyncio.Task[Any]) -> Any:
         going, gone = (asyncio.create_task(dispatcher.generate(a_request(name))) for name in ("0-1", "0-2"))
         asyncio.get_running_loop().call_soon(gone.cancel)  # in the turn in which both ask

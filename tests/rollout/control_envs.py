@@ -41,6 +41,18 @@ def make_counter(**options) -> gymnasium.Env:
     return Counter(**options)
 
 
+class Slow(Counter):
+    """Steps for some milliseconds."""
+
+    def step(self, action):
+        time.sleep(0.004)
+        return super().step(action)
+
+
+def make_slow(**options) -> gymnasium.Env:
+    return Slow(**options)
+
+
 class Misbehaving(Counter):
     """After `after` steps it raises, hangs, or gives what it must not."""
 

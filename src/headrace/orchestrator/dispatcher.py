@@ -219,12 +219,10 @@ class Dispatcher:
             asyncio.get_running_loop().call_soon(self._send, slot)
 
     def _send(self, slot: EngineSlot) -> None:
-        requests = [one for one in slot.leaving if one.request_id in slot.calls]
-        slot.leaving.clear()
+        requests, slot.leaving = slot.leaving, []
         if slot.listener is None or slot.listener.done():
             slot.listener = self._background(self._listen(slot))
-        if requests:
-            self._background(self._submit(slot, requests))
+        self._background(self._submit(slot, requests))
 
     async def _submit(self, slot: EngineSlot, requests: list[GenerateRequest]) -> None:
         try:

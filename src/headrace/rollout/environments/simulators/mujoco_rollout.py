@@ -49,6 +49,7 @@ class MujocoSimulator(Simulator):
         self._data = [mujoco.MjData(model) for _ in range(threads)]
         self._spec = mujoco.mjtState.mjSTATE_CTRL.value
         self._pool = mujoco.rollout.Rollout(nthread=threads)
+        self._chunk = -(-count // threads)  # MuJoCo's own choice is ten to a thread, each of which costs microseconds
         double = {"dtype": torch.float64}
         width = 1 + self.nq + self.nv
         self.first = torch.cat([torch.zeros(1, **double), torch.from_numpy(self._data[0].qpos), torch.zeros(self.nv)])
@@ -87,7 +88,7 @@ class MujocoSimulator(Simulator):
         now, warm_start, controls, path, sensors = self._arrays
         self._pool.rollout(
             self._models, self._data, now, controls, skip_checks=True, nstep=self.frame_skip,
-            initial_warmstart=warm_start, state=path, sensordata=sensors, control_spec=self._spec,
+            initial_warmstart=warm_start, state=path, sensordata=sensors, control_spec=self._spec, chunk_size=self._chunk,
         )  # fmt: skip
         last, before = self.path[:, -1, 1 + self.nq :], self.path[:, -2, 1 + self.nq :]
         torch.sub(last, before, out=self.warm_start).div_(self.model.opt.timestep)
