@@ -71,6 +71,8 @@ class EngineSlot:
     unknown: Counter[str] = field(default_factory=Counter)
     leaving: list[GenerateRequest] = field(default_factory=list)
     """Requests of this turn of the event loop, not sent yet."""
+    awaited: int = 0
+    """Submitted requests of which no end was told."""
     listener: asyncio.Task[None] | None = None
 
     def heard(self, stats: EngineStats) -> None:
@@ -220,6 +222,7 @@ class Dispatcher:
 
     def _send(self, slot: EngineSlot) -> None:
         requests, slot.leaving = slot.leaving, []
+        slot.awaited += len(requests)
         if slot.listener is None or slot.listener.done():
             slot.listener = self._background(self._listen(slot))
         self._background(self._submit(slot, requests))
@@ -230,24 +233,25 @@ class Dispatcher:
         except WorkerDied as error:
             self.fence(slot, str(error))
         except PartFailed as error:
+            slot.awaited -= len(requests)
             for request in requests:
                 self._end(slot, request.request_id, error)
 
     async def _listen(self, slot: EngineSlot) -> None:
-        """Hand on what ends, as long as the engine lives. One that goes when nothing runs on it is missed by who asks next."""
-        while True:
-            try:
+        """Hand on what ends, as long as something is awaited."""
+        try:
+            while slot.awaited > 0:
                 ended = await slot.proxy.ended()
-            except WorkerDied as error:
-                if slot.calls:
-                    self.fence(slot, str(error))
-                return
-            except PartFailed as error:
-                for request_id in list(slot.calls):
-                    self._end(slot, request_id, error)
-                return
-            for request_id, result in ended:
-                self._end(slot, request_id, result)
+                slot.awaited -= len(ended)
+                for request_id, result in ended:
+                    self._end(slot, request_id, result)
+        except WorkerDied as error:
+            if slot.calls:  # else nobody is left who would miss it
+                self.fence(slot, str(error))
+        except PartFailed as error:
+            slot.awaited = 0
+            for request_id in list(slot.calls):
+                self._end(slot, request_id, error)
 
     def _end(self, slot: EngineSlot, request_id: str, result: Generation | Exception) -> None:
         if (call := slot.calls.get(request_id)) is not None:
