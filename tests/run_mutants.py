@@ -61,8 +61,9 @@ MUTANTS = [
     Mutant(
         "a dead engine is not fenced",
         "orchestrator/dispatcher.py",
-        "            call.end(error)\n            self.fence(slot, str(error))\n",
-        "            call.end(error)\n",
+        "            settle(call.reply, error)\n            self.fence(slot, str(error))\n",
+        "            settle(call.reply, error)\n",
+        ("tests/orchestrator/test_dispatcher_cancel.py",),
     ),
     Mutant(
         "a loop that steps gives one turn at a time",
@@ -74,15 +75,15 @@ MUTANTS = [
     Mutant(
         "an engine that dies under submitted requests is not missed",
         "orchestrator/dispatcher.py",
-        "            if slot.calls:  # else nobody is left who would miss it\n                self.fence(slot, str(error))\n",
-        "            pass\n",
+        "        except Exception as error:\n            self._broken(error)\n",
+        "        except Exception:\n            pass\n",
         ("tests/orchestrator/test_dispatcher_cancel.py",),
     ),
     Mutant(
         "who listens to an engine is not replaced",
         "orchestrator/dispatcher.py",
-        "        if slot.listener is None or slot.listener.done():\n",
-        "        if slot.listener is None:\n",
+        "        if self._listener is None or self._listener.done():\n",
+        "        if self._listener is None:\n",
         ("tests/orchestrator/test_dispatcher_cancel.py",),
     ),
     Mutant(
@@ -118,7 +119,7 @@ MUTANTS = [
     Mutant(
         "members of a closed group run on",
         "orchestrator/dispatcher.py",
-        "            if not slot.fenced:\n                self._background(self._quietly(slot.proxy.abort(request_id)))\n",
+        "            if not slot.fenced:\n                in_background(self._quietly(self._abort(slot, request_id)))\n",
         "",
         ("tests/orchestrator/test_dispatcher_cancel.py",),
     ),

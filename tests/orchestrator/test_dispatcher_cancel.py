@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.errors import PartFailed, WorkerDied
+from headrace.errors import PartFailed, RequestRefused, WorkerDied
 from headrace.orchestrator.dispatcher import Dispatcher, EngineSlot
 from headrace.orchestrator.runtimes.local import LocalRuntime
 from headrace.orchestrator.runtimes.simulated import run_simulated
@@ -143,3 +143,77 @@ def test_an_engine_that_refuses_all_fails_each_request_and_stays():
         return slot.fenced
 
     assert with_a_call(True, scene) is False
+
+
+@TOGETHER
+def test_a_second_request_of_a_name_that_runs_is_refused_and_the_first_goes_on(together):
+    async def scene(dispatcher: Dispatcher, slot: EngineSlot, call: asyncio.Task[Any]) -> Any:
+        with pytest.raises(RequestRefused, match="runs already"):
+            await dispatcher.generate(a_request("0-0"))
+        return (await call).finish_reason
+
+    assert with_a_call(together, scene) == "length"
+
+
+@TOGETHER
+def test_a_name_that_is_used_again_gets_its_own_end_and_not_the_one_before(together):
+    async def scene(dispatcher: Dispatcher, slot: EngineSlot, call: asyncio.Task[Any]) -> Any:
+        call.cancel()
+        await asyncio.wait([call])
+        again = await dispatcher.generate(a_request("0-0", tokens=5))
+        return again.finish_reason, len(again.token_ids)
+
+    assert with_a_call(together, scene) == ("length", 5)
+
+
+@pytest.mark.parametrize("turns", [1, 2, 3])
+def test_an_abort_does_not_overtake_its_request(turns):
+    async def scene(dispatcher: Dispatcher, slot: EngineSlot, call: asyncio.Task[Any]) -> Any:
+        asked = asyncio.create_task(dispatcher.generate(a_request("0-1")))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        began = asyncio.get_running_loop().time()
+        await dispatcher.abort_all()
+        await dispatcher.drained()
+        assert asyncio.get_running_loop().time() - began < 1.0
+        return {(await one).finish_reason for one in (call, asked)}
+
+    assert with_a_call(True, scene) == {"abort"}
+
+
+def test_a_request_that_cannot_travel_fails_alone():
+    async def scene(dispatcher: Dispatcher, slot: EngineSlot, call: asyncio.Task[Any]) -> Any:
+        submit = slot.proxy.submit
+
+        async def pack(requests: Any) -> None:
+            if any(one.group_id == "0-2" for one in requests):
+                raise TypeError("cannot pickle")
+            await submit(requests)
+
+        slot.proxy.__dict__["submit"] = pack
+        asked = [dispatcher.generate(a_request(name, tokens=3)) for name in ("0-1", "0-2", "0-3")]
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        call.cancel()
+        await asyncio.wait([call])
+        return [getattr(one, "finish_reason", type(one)) for one in found]
+
+    assert with_a_call(True, scene) == ["length", TypeError, "length"]
+
+
+def test_an_engine_whose_ends_are_lost_is_given_up_and_says_why():
+    async def scene(dispatcher: Dispatcher, slot: EngineSlot, call: asyncio.Task[Any]) -> Any:
+        fenced = []
+        dispatcher.on_fenced = lambda slot, reason: fenced.append(reason)
+        call.cancel()
+        await asyncio.wait([call])
+        await asyncio.sleep(0.1)  # its end has come, so nobody listens
+
+        async def unreadable() -> None:
+            raise PartFailed("unreadable reply")
+
+        slot.proxy.__dict__["ended"] = unreadable
+        with pytest.raises(PartFailed, match="unreadable reply"):
+            await dispatcher.generate(a_request("0-1"))
+        return fenced
+
+    assert with_a_call(True, scene) == ["unreadable reply"]

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from headrace.errors import CallTimeout, NoEngines, PartFailed, WorkerDied
+from headrace.errors import CallTimeout, NoEngines, PartFailed, RequestRefused, WorkerDied
 from headrace.orchestrator.routing import ROUTING
 from headrace.protocols import Proxy
 from headrace.rollout.engines.sequences import join_generations
@@ -20,6 +20,17 @@ from headrace.signals import Signal
 from headrace.types import NO_VERSION, EngineStats, GenerateRequest, Generation
 
 T = TypeVar("T")
+
+
+_BACKGROUND: dict[int, Any] = {}
+"""Keeps fire-and-forget tasks alive: the event loop holds tasks weakly."""
+
+
+def in_background(work: Any) -> asyncio.Task[Any]:
+    task = asyncio.ensure_future(work)
+    _BACKGROUND[id(task)] = task
+    task.add_done_callback(lambda done: _BACKGROUND.pop(id(done), None))
+    return task
 
 
 async def with_deadline(call: Awaitable[T], seconds: float, what: str) -> T:
@@ -39,15 +50,86 @@ class Call:
     group_id: str
     asks: asyncio.Task[None] | None = None
 
-    def end(self, result: Generation | Exception) -> None:
-        """The first end counts."""
-        if self.reply.done():
-            return
-        if isinstance(result, Exception):
-            self.reply.set_exception(result)
-            self.reply.exception()  # seen: its caller may be gone
-        else:
-            self.reply.set_result(result)
+
+class Mailbox:
+    """Requests to one engine in few messages: those of one turn of the event loop leave together, and what ends in one pass
+    comes back together. A message costs more than what is in it.
+
+    awaited: the reply to each request whose end was not told yet, whether or not its caller still waits
+    changed: fires when one was told, or requests have left
+    broken: told what went wrong when requests could not be handed over, or nobody knows what ends were lost
+    """
+
+    def __init__(self, proxy: Proxy, changed: Signal, broken: Callable[[Exception], None]) -> None:
+        self._proxy, self._changed, self._broken = proxy, changed, broken
+        self.awaited: dict[str, asyncio.Future[Generation]] = {}
+        self._leaving: list[GenerateRequest] = []
+        self._sending = 0
+        self._listener: asyncio.Task[None] | None = None
+
+    def ask(self, request: GenerateRequest) -> asyncio.Future[Generation]:
+        loop = asyncio.get_running_loop()
+        reply = self.awaited[request.request_id] = loop.create_future()
+        self._leaving.append(request)
+        if len(self._leaving) == 1:
+            loop.call_soon(self._send)
+        return reply
+
+    async def sent(self) -> None:
+        """Until the engine has all that it was asked: what is said of a request must not overtake it."""
+        while self._leaving or self._sending:
+            await self._changed.wait()
+
+    def _send(self) -> None:
+        requests, self._leaving = self._leaving, []
+        if self._listener is None or self._listener.done():
+            self._listener = in_background(self._listen())
+        self._sending += 1
+        in_background(self._submit(requests))
+
+    async def _submit(self, requests: list[GenerateRequest]) -> None:
+        try:
+            await self._hand_over(requests)
+        finally:
+            self._sending -= 1
+            self._changed.fire()
+
+    async def _hand_over(self, requests: list[GenerateRequest]) -> None:
+        try:
+            await self._proxy.submit(requests)
+        except WorkerDied as error:
+            self._broken(error)
+        except Exception as error:
+            if isinstance(error, PartFailed) or len(requests) == 1:
+                for request in requests:
+                    self._end(request.request_id, error)
+            else:  # one that cannot travel is no matter of the others'
+                for request in requests:
+                    await self._hand_over([request])
+
+    async def _listen(self) -> None:
+        try:
+            while self.awaited:
+                for request_id, result in await self._proxy.ended():
+                    self._end(request_id, result)
+        except Exception as error:
+            self._broken(error)
+
+    def _end(self, request_id: str, result: Generation | Exception) -> None:
+        if (reply := self.awaited.pop(request_id, None)) is not None:
+            settle(reply, result)
+            self._changed.fire()
+
+
+def settle(reply: asyncio.Future[Generation], result: Generation | Exception) -> None:
+    """The first end counts."""
+    if reply.done():
+        return
+    if isinstance(result, Exception):
+        reply.set_exception(result)
+        reply.exception()  # seen: its caller may be gone
+    else:
+        reply.set_result(result)
 
 
 @dataclass(slots=True, eq=False)
@@ -69,11 +151,8 @@ class EngineSlot:
     stats: EngineStats = field(default_factory=EngineStats)
     moved_at: float = 0.0
     unknown: Counter[str] = field(default_factory=Counter)
-    leaving: list[GenerateRequest] = field(default_factory=list)
-    """Requests of this turn of the event loop, not sent yet."""
-    awaited: int = 0
-    """Submitted requests of which no end was told."""
-    listener: asyncio.Task[None] | None = None
+    mailbox: Mailbox | None = None
+    """Made as it joins, for an engine that takes requests together."""
 
     def heard(self, stats: EngineStats) -> None:
         """Take in what the engine says of itself, whoever asked: tokens since the last word are progress."""
@@ -115,6 +194,8 @@ class Dispatcher:
 
     def join(self, slot: EngineSlot) -> None:
         slot.moved_at = asyncio.get_running_loop().time()
+        if slot.together:
+            slot.mailbox = Mailbox(slot.proxy, self.changed, lambda error: self._broken(slot, error))
         self.slots[slot.name] = slot
         self.changed.fire()
 
@@ -165,7 +246,7 @@ class Dispatcher:
         """Hand back what still runs, as it is."""
         for slot in self.live():
             for request_id in list(slot.calls):
-                await self._quietly(slot.proxy.abort(request_id))
+                await self._quietly(self._abort(slot, request_id))
 
     # ------------------------------------------------------------------------------------------------ generation
 
@@ -176,14 +257,17 @@ class Dispatcher:
         `CallTimeout` when the reply is, `NoEngines` when nobody is left to ask."""
         request_id = request.request_id
         slot = await self._admitted(request)
-        call = slot.calls[request_id] = Call(asyncio.get_running_loop().create_future(), request.group_id)
+        if request_id in slot.calls:
+            raise RequestRefused(f"request {request_id} runs already; another one needs a key of its own")
+        if slot.mailbox is not None and report is None:
+            call = Call(slot.mailbox.ask(request), request.group_id)
+        else:
+            call = Call(asyncio.get_running_loop().create_future(), request.group_id)
+            call.asks = in_background(self._ask(slot, call, request, report))
+        slot.calls[request_id] = call
         self._routing.started(request, slot)
         if len(slot.calls) == 1:
             slot.moved_at = asyncio.get_running_loop().time()
-        if slot.together and report is None:
-            self._send_soon(slot, request)
-        else:
-            call.asks = self._background(self._ask(slot, call, request, report))
         try:
             generation = await call.reply
             if self.oldest is not None and len(generation.policy_versions):
@@ -192,7 +276,7 @@ class Dispatcher:
         except asyncio.CancelledError:
             # The caller is cancelled: its group is closed, so nothing may go on running on an engine for it.
             if not slot.fenced:
-                self._background(self._quietly(slot.proxy.abort(request_id)))
+                in_background(self._quietly(self._abort(slot, request_id)))
             raise
         finally:
             if call.asks is not None:
@@ -207,68 +291,36 @@ class Dispatcher:
     ) -> None:
         """One request in a message of its own."""
         try:
-            call.end(await (slot.proxy.generate(request) if report is None else _reported(slot.proxy, request, report)))
+            asked = slot.proxy.generate(request) if report is None else _reported(slot.proxy, request, report)
+            settle(call.reply, await asked)
         except WorkerDied as error:
-            call.end(error)
+            settle(call.reply, error)
             self.fence(slot, str(error))
         except Exception as error:
-            call.end(error)
-
-    def _send_soon(self, slot: EngineSlot, request: GenerateRequest) -> None:
-        """With all others of this turn of the loop: siblings come together, and a message costs more than what is in it."""
-        slot.leaving.append(request)
-        if len(slot.leaving) == 1:
-            asyncio.get_running_loop().call_soon(self._send, slot)
-
-    def _send(self, slot: EngineSlot) -> None:
-        requests, slot.leaving = slot.leaving, []
-        slot.awaited += len(requests)
-        if slot.listener is None or slot.listener.done():
-            slot.listener = self._background(self._listen(slot))
-        self._background(self._submit(slot, requests))
-
-    async def _submit(self, slot: EngineSlot, requests: list[GenerateRequest]) -> None:
-        try:
-            await slot.proxy.submit(requests)
-        except WorkerDied as error:
-            self.fence(slot, str(error))
-        except PartFailed as error:
-            slot.awaited -= len(requests)
-            for request in requests:
-                self._end(slot, request.request_id, error)
-
-    async def _listen(self, slot: EngineSlot) -> None:
-        """Hand on what ends, as long as something is awaited."""
-        try:
-            while slot.awaited > 0:
-                ended = await slot.proxy.ended()
-                slot.awaited -= len(ended)
-                for request_id, result in ended:
-                    self._end(slot, request_id, result)
-        except WorkerDied as error:
-            if slot.calls:  # else nobody is left who would miss it
-                self.fence(slot, str(error))
-        except PartFailed as error:
-            slot.awaited = 0
-            for request_id in list(slot.calls):
-                self._end(slot, request_id, error)
-
-    def _end(self, slot: EngineSlot, request_id: str, result: Generation | Exception) -> None:
-        if (call := slot.calls.get(request_id)) is not None:
-            call.end(result)
-        else:
-            self.ignored_replies += 1
+            settle(call.reply, error)
 
     def _lose(self, slot: EngineSlot, request_id: str) -> None:
         """No reply is waited for any more."""
-        slot.calls[request_id].end(WorkerDied(f"{slot.name} was given up while {request_id} ran on it"))
+        lost = WorkerDied(f"{slot.name} was given up while {request_id} ran on it")
+        settle(slot.calls[request_id].reply, lost)
+
+    def _broken(self, slot: EngineSlot, error: Exception) -> None:
+        """Give up an engine whose mailbox fails, unless nobody is left who would miss it."""
+        if slot.calls:
+            for call in slot.calls.values() if not isinstance(error, WorkerDied) else ():
+                settle(call.reply, error)  # who can say more than that it was given up, does
+            self.fence(slot, str(error))
 
     async def _admitted(self, request: GenerateRequest) -> EngineSlot:
         """Wait for the gate and for an engine."""
         empty_since: float | None = None
         while True:
             if self._open and (slot := self._routing.pick(request, self.live())) is not None:
-                return slot
+                told = slot.mailbox is None or request.request_id not in slot.mailbox.awaited
+                if (
+                    told or request.request_id in slot.calls
+                ):  # else the end of another one of that name is still to come
+                    return slot
             now = asyncio.get_running_loop().time()
             if not self.live():
                 empty_since = now if empty_since is None else empty_since
@@ -278,9 +330,10 @@ class Dispatcher:
             await self.changed.wait()
 
     async def hear(self) -> None:
-        """Ask all engines how they are when a swap is near: figures of steps that are quicker than the watch, and which
-        running groups have a token of their engine's version. That alone is waited for: afterwards it is not sure."""
-        asking = [self._background(self._hear(slot)) for slot in self.live()]
+        """Ask all engines how they are when a swap is near, for the figures of steps that are quicker than the watch. The
+        answers are waited for only where running groups are given up (`oldest`): which of them have a token of their
+        engine's version is not sure afterwards."""
+        asking = [in_background(self._hear(slot)) for slot in self.live()]
         if self.oldest is not None:
             await asyncio.gather(*asking)
 
@@ -309,8 +362,13 @@ class Dispatcher:
     async def abort(self, request_id: str, keep_kv: bool = False) -> Generation | None:
         for slot in self.live():
             if request_id in slot.calls:
-                return await slot.proxy.abort(request_id, keep_kv)
+                return await self._abort(slot, request_id, keep_kv)
         return None
+
+    async def _abort(self, slot: EngineSlot, request_id: str, keep_kv: bool = False) -> Generation | None:
+        if slot.mailbox is not None:
+            await slot.mailbox.sent()
+        return await slot.proxy.abort(request_id, keep_kv)
 
     # ------------------------------------------------------------------------------------------------- watchdog
 
@@ -347,12 +405,6 @@ class Dispatcher:
     def _wake_later(self, seconds: float) -> None:
         asyncio.get_running_loop().call_later(seconds, self.changed.fire)
 
-    def _background(self, work: Any) -> asyncio.Task[None]:
-        task = asyncio.ensure_future(work)
-        _BACKGROUND[id(task)] = task
-        task.add_done_callback(lambda done: _BACKGROUND.pop(id(done), None))
-        return task
-
     async def _quietly(self, call: Awaitable[Any]) -> None:
         with contextlib.suppress(PartFailed):  # the engine is gone, and the request with it
             await with_deadline(call, self.generate_timeout_s, "abort")
@@ -366,7 +418,3 @@ async def _reported(proxy: Proxy, request: GenerateRequest, report: Callable[[Ge
             pieces.append(piece)
             report(piece)
     return join_generations(pieces)
-
-
-_BACKGROUND: dict[int, Any] = {}
-"""Keeps fire-and-forget tasks alive: the event loop holds tasks weakly."""

@@ -18,7 +18,7 @@ from headrace.protocols import Lease, RewardRequest, Turn, WorkerContext
 from headrace.rollout.engines.scripted import ScriptedCosts, ScriptedEngine, uniform
 from headrace.rollout.sources.length_buckets import prompt_key
 from headrace.training.batching import filter_zero_variance
-from headrace.types import Event, GenerateRequest, Generation, Metrics, Score, Task, Unit, WeightTicket
+from headrace.types import Event, Generation, Metrics, Score, Task, Unit, WeightTicket
 
 
 class NumberedTasks:
@@ -181,9 +181,9 @@ class FlakyEngine(ScriptedEngine):
         super().__init__(context, costs)
         self.lose, self.rng, self.hung = lose, rng, False
 
-    async def generate(self, request: GenerateRequest) -> Generation:
+    async def _run(self, one: Any) -> Generation:
         lost = self.rng.random() < self.lose
-        result = await super().generate(request)
+        result = await super()._run(one)
         if lost or self.hung:
             await asyncio.Event().wait()
         return result

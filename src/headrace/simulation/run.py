@@ -155,7 +155,8 @@ async def run_flow(flow: Flow) -> Outcome:
     async def started(name: str) -> EngineSlot:
         own = random.Random(rng.random())
         costs = slowed(flow.costs) if own.random() < flow.slow_share else flow.costs
-        return EngineSlot(name, await runtime.spawn(name, build_flaky, costs, flow.lose_replies, own, engines))
+        proxy = await runtime.spawn(name, build_flaky, costs, flow.lose_replies, own, engines)
+        return EngineSlot(name, proxy, together=True)
 
     async def restarted(name: str) -> EngineSlot:
         await asyncio.sleep(flow.restart_s)

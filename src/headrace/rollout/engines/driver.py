@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import queue
 import threading
+import traceback
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ from headrace.cores import use_threads, work_beside
 from headrace.errors import HeadraceError, PartFailed
 from headrace.protocols import PauseMode, RunningPolicy
 from headrace.rollout.engines.core import Core, Reporter
-from headrace.rollout.engines.sequences import Sequence
+from headrace.rollout.engines.sequences import Sequence as Running
 from headrace.signals import Signal
 from headrace.types import EngineStats, GenerateRequest, Generation, WeightTicket
 
@@ -64,7 +65,7 @@ class EngineDriver:
             self._post(lambda: self.core.cancel(request))
             raise
 
-    async def submit(self, requests: Iterable[GenerateRequest]) -> None:
+    async def submit(self, requests: Sequence[GenerateRequest]) -> None:
         self._check()
         loop = asyncio.get_running_loop()
 
@@ -118,20 +119,20 @@ class EngineDriver:
     ) -> None:
         """Hand a request to the core, whose thread this is; `end` is called in the loop."""
 
-        def settle(sequence: Sequence, error: Exception | None) -> None:
+        def tell(sequence: Running, error: Exception | None) -> None:
             self._into(loop, lambda: end(self._as_ours(error) if error is not None else sequence.generation()))
 
         try:
-            self.core.submit(request, settle, report)
+            self._check()
+            self.core.submit(request, tell, report)
         except Exception as error:
             self._into(loop, partial(end, self._as_ours(error)))
 
     def _as_ours(self, error: Exception) -> HeadraceError:
         if isinstance(error, HeadraceError):
             return error
-        ours = PartFailed(f"{self.core.context.name}: {type(error).__name__}: {error}")
-        ours.__cause__ = error
-        return ours
+        trace = "".join(traceback.format_exception(error)).rstrip()  # its cause would not travel
+        return PartFailed(f"{self.core.context.name}: {type(error).__name__}: {error}\n{trace}")
 
     async def abort(self, request_id: str, keep_kv: bool = False) -> Generation | None:
         return await self._call(lambda: self.core.abort(request_id, keep_kv))

@@ -15,7 +15,7 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import NormalDist
@@ -139,7 +139,7 @@ class ScriptedEngine:
     async def generate(self, request: GenerateRequest) -> Generation:
         return await self._run(self._start(request))
 
-    async def submit(self, requests: Iterable[GenerateRequest]) -> None:
+    async def submit(self, requests: Sequence[GenerateRequest]) -> None:
         for request in requests:
             try:
                 task = asyncio.ensure_future(self._run(self._start(request)))
