@@ -1,6 +1,6 @@
 """Whole GRPO steps beside TRL's `GRPOTrainer`: same model, prompts, reward and hyperparameters, interleaved rounds.
 
-    python benchmarks/grpo_vs_trl.py [--work sums tiny] [--steps 8] [--rounds 3] [--placements sync separate]
+    python benchmarks/grpo_vs_trl.py [--work sums tiny] [--steps 20] [--rounds 3] [--placements sync separate]
 
 TRL gets a virtual environment of its own (made on first use in `.venv-trl`) and all cores, as has headrace in `sync`; in
 `separate` engine and trainer have a core each. Both call the reward function in their own process. The first step of every
@@ -88,13 +88,20 @@ n = job["groups"] * job["samples"]
 config = GRPOConfig(
     output_dir=job["out"], max_steps=job["steps"], per_device_train_batch_size=n, num_generations=job["samples"],
     max_completion_length=job["max_tokens"], temperature=1.0, learning_rate=job["lr"], lr_scheduler_type="linear",
-    warmup_steps=job["warmup"], adam_beta1=0.9, adam_beta2=0.999, weight_decay=0.0, max_grad_norm=1.0, beta=0.0, epsilon=0.2,
+    warmup_steps=0, adam_beta1=0.9, adam_beta2=0.999, weight_decay=0.0, max_grad_norm=1.0, beta=0.0, epsilon=0.2,
     epsilon_high=0.28, loss_type="dapo", scale_rewards="group", mask_truncated_completions=False, use_cpu=True, bf16=False,
     gradient_checkpointing=False, logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True,
     shuffle_dataset=False, seed=job["seed"], dataloader_pin_memory=False, model_init_kwargs={"dtype": "float32"},
 )
 clock = Clock()
-GRPOTrainer(job["model"], reward_funcs=reward, args=config, train_dataset=Dataset.from_list(rows), callbacks=[clock]).train()
+trainer = GRPOTrainer(job["model"], reward_funcs=reward, args=config, train_dataset=Dataset.from_list(rows), callbacks=[clock])
+if rising := job["warmup"]:  # transformers' own schedule begins with a step at rate 0, and would stay one behind
+    falling = max(job["steps"] - rising, 1)
+    trainer.create_optimizer()
+    trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
+        trainer.optimizer, lambda k: (k + 1) / rising if k < rising else max(0.0, 1 - (k - rising) / falling)
+    )
+trainer.train()
 print("RESULT " + json.dumps({"ends": clock.ends, "rewards": clock.rewards}))
 """
 
@@ -252,7 +259,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", nargs="+", choices=WORKS, default=list(WORKS))
     parser.add_argument("--placements", nargs="+", choices=("sync", "separate"), default=["sync", "separate"])
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     threads = len(os.sched_getaffinity(0))
@@ -263,6 +270,8 @@ def main() -> None:
     peer_python()
     for name in options.work:
         work = WORKS[name]
+        if options.steps <= work.warmup:
+            parser.error(f"--steps {options.steps} ends before the warm-up of {name}: take more than {work.warmup}")
         model = resolve_model(ModelConfig(path=work.model), progress=print)
         ran: dict[str, list[Ran]] = {key: [] for key in ("trl", *options.placements)}
         for seed in range(options.rounds):
