@@ -124,6 +124,13 @@ MUTANTS = [
         ("tests/orchestrator/test_dispatcher_cancel.py",),
     ),
     Mutant(
+        "a version is passed on that the disk does not cover",
+        "orchestrator/narrator.py",
+        "if version > self._written:",
+        "if version > self._written + 1:",
+        ("tests/orchestrator/test_checkpoint.py",),
+    ),
+    Mutant(
         "the version is written after the sync",
         "orchestrator/controller.py",
         "        self.observer.version_written(version)\n        ticket = await self._trainer(self.learner.publish(version))\n",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +13,9 @@ from exchange.units import buffer, group
 from headrace.errors import PartFailed, RunDirError, RunError
 from headrace.exchange.ledger import RECYCLED, TRAINED
 from headrace.orchestrator.checkpoint import Checkpoints, capture, restore
+from headrace.orchestrator.narrator import Narrator
 from headrace.training.checkpoint_folder import write_folder
+from headrace.types import NO_VERSION
 
 
 async def save_model(folder: Path) -> None:
@@ -189,3 +192,12 @@ def test_version_numbers_are_durable_and_a_damaged_one_is_said(tmp_path):
         checkpoints.highest_version(3)
     with pytest.raises(RunError, match="cannot be written"):
         Checkpoints(tmp_path / "version.json" / "below", 1).write_version(1)
+
+
+def test_no_version_is_passed_on_that_the_disk_does_not_cover():
+    written = []
+    narrator = SimpleNamespace(_written=NO_VERSION, checkpoints=SimpleNamespace(write_version=written.append))
+    for version in range(1, 100):
+        Narrator.version_written(narrator, version)
+        assert written[-1] >= version
+    assert len(written) <= 5

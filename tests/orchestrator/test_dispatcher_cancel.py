@@ -80,6 +80,7 @@ def test_a_call_on_an_engine_that_is_lost_fails_and_its_caller_goes_on(dies, tog
         else:
             await slot.proxy.kill()
         assert isinstance((await asyncio.gather(call, return_exceptions=True))[0], WorkerDied)
+        assert slot.fenced and slot not in dispatcher.live()
         return await went
 
     assert with_a_call(together, scene) == "went on"

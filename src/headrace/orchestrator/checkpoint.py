@@ -5,7 +5,7 @@
       flow.json       step, version, lease index, data position, counts, leases in flight
       units/N.unit    scored units that waited for the trainer
       manifest.json   sizes and hashes of the small files; written last, then the folder is renamed into place
-    version.json      the highest version number that any engine may have seen; written before each sync
+    version.json      a number above which no engine has seen a version; written before a sync would pass it
 
 A checkpoint commits by a rename. The leases of units that were running return as admitted, with their index, so that a
 seeded run samples the same tokens again; those that were ready return as ready; a batch that was trained but not live

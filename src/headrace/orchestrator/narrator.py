@@ -25,11 +25,12 @@ from headrace.orchestrator.controller import Controller, first_line
 from headrace.orchestrator.flow import StepReport
 from headrace.orchestrator.parts import Parts
 from headrace.protocols import Lease
-from headrace.types import Event, FlowStatus, Trajectory, Unit
+from headrace.types import NO_VERSION, Event, FlowStatus, Trajectory, Unit
 
 STATUS_S = 0.25
 STATS_S = 1.0
 FLAT_STEPS = 5
+VERSIONS_AHEAD = 31
 
 
 class Narrator:
@@ -55,6 +56,7 @@ class Narrator:
         self.sample = ""
         self.unsaved = ""
         """What became of the last checkpoint, if it could not be written."""
+        self._written = NO_VERSION
         self._flat_steps = 0
         self.last: StepReport | None = None
         self._recent: list[tuple[float, int, int]] = []
@@ -82,7 +84,10 @@ class Narrator:
         self.tally.dropped(reason, unit_lengths(unit) if unit is not None else ())
 
     def version_written(self, version: int) -> None:
-        self.checkpoints.write_version(version)
+        """Some ahead: to reach the disk takes longer than many a small step."""
+        if version > self._written:
+            self._written = version + VERSIONS_AHEAD
+            self.checkpoints.write_version(self._written)
 
     def step(self, report: StepReport) -> None:
         lengths = [unit_lengths(unit) for unit in report.units]
