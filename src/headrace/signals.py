@@ -1,9 +1,10 @@
-"""Waiting for "something changed" on one event loop, in an order that repeats."""
+"""Waiting for "something changed" on one event loop, in an order that repeats, and for answers of which the first counts."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+from typing import Any
 
 
 class Signal:
@@ -33,3 +34,14 @@ class Signal:
 def _answer(future: asyncio.Future[bool], fired: bool) -> None:
     if not future.done():
         future.set_result(fired)
+
+
+def settle(reply: asyncio.Future[Any], result: Any) -> None:
+    """Give a reply its result, an exception too, unless it has one."""
+    if reply.done():
+        return
+    if isinstance(result, Exception):
+        reply.set_exception(result)
+        reply.exception()  # seen: nobody may wait for it any more
+    else:
+        reply.set_result(result)

@@ -16,7 +16,7 @@ from headrace.errors import CallTimeout, NoEngines, PartFailed, RequestRefused, 
 from headrace.orchestrator.routing import ROUTING
 from headrace.protocols import Proxy
 from headrace.rollout.engines.sequences import join_generations
-from headrace.signals import Signal
+from headrace.signals import Signal, settle
 from headrace.types import NO_VERSION, EngineStats, GenerateRequest, Generation
 
 T = TypeVar("T")
@@ -119,17 +119,6 @@ class Mailbox:
         if (reply := self.awaited.pop(request_id, None)) is not None:
             settle(reply, result)
             self._changed.fire()
-
-
-def settle(reply: asyncio.Future[Generation], result: Generation | Exception) -> None:
-    """The first end counts."""
-    if reply.done():
-        return
-    if isinstance(result, Exception):
-        reply.set_exception(result)
-        reply.exception()  # seen: its caller may be gone
-    else:
-        reply.set_result(result)
 
 
 @dataclass(slots=True, eq=False)

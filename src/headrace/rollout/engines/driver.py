@@ -18,7 +18,7 @@ from headrace.errors import HeadraceError, PartFailed
 from headrace.protocols import PauseMode, RunningPolicy
 from headrace.rollout.engines.core import Core, Reporter
 from headrace.rollout.engines.sequences import Sequence as Running
-from headrace.signals import Signal
+from headrace.signals import Signal, settle
 from headrace.types import EngineStats, GenerateRequest, Generation, WeightTicket
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ class EngineDriver:
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Generation] = loop.create_future()
         self._check()
-        self._post(partial(self._open, loop, request, partial(_settle, done)))
+        self._post(partial(self._open, loop, request, partial(settle, done)))
         try:
             return await done
         except asyncio.CancelledError:
@@ -94,7 +94,7 @@ class EngineDriver:
         done: asyncio.Future[Generation] = loop.create_future()
 
         def end(result: Generation | HeadraceError) -> None:
-            _settle(done, result)
+            settle(done, result)
             pieces.put_nowait(None)
 
         def report(piece: Generation) -> None:
@@ -326,16 +326,6 @@ def _stand_back(threads: int, busy: Callable[[], bool]) -> None:
     """Of the thread that prepares weights while passes go on: one core, or the products of both would wait for each other."""
     use_threads(threads)
     work_beside(busy)
-
-
-def _settle(done: asyncio.Future[Generation], result: Generation | HeadraceError) -> None:
-    if done.done():
-        return
-    if isinstance(result, HeadraceError):
-        done.set_exception(result)
-        done.exception()  # seen: nobody may wait any more
-    else:
-        done.set_result(result)
 
 
 def _resolve(future: asyncio.Future[None]) -> None:
