@@ -74,14 +74,14 @@ MUTANTS = [
     ),
     Mutant(
         "an engine that dies under submitted requests is not missed",
-        "orchestrator/dispatcher.py",
+        "orchestrator/mailbox.py",
         "        except Exception as error:\n            self._broken(error)\n",
         "        except Exception:\n            pass\n",
         ("tests/orchestrator/test_dispatcher_cancel.py",),
     ),
     Mutant(
         "who listens to an engine is not replaced",
-        "orchestrator/dispatcher.py",
+        "orchestrator/mailbox.py",
         "        if self._listener is None or self._listener.done():\n",
         "        if self._listener is None:\n",
         ("tests/orchestrator/test_dispatcher_cancel.py",),

@@ -14,7 +14,7 @@ from headrace.orchestrator.dispatcher import Dispatcher, EngineSlot
 from headrace.orchestrator.runtimes.local import LocalRuntime
 from headrace.orchestrator.runtimes.simulated import run_simulated
 from headrace.rollout.engines.scripted import ScriptedCosts, build_scripted
-from headrace.types import GenerateRequest, RequestKey, SamplingParams
+from headrace.types import EngineStats, GenerateRequest, RequestKey, SamplingParams
 
 TOGETHER = pytest.mark.parametrize("together", [False, True], ids=["alone", "together"])
 """Requests in messages of their own, or many in one."""
@@ -218,3 +218,17 @@ def test_an_engine_whose_ends_are_lost_is_given_up_and_says_why():
         return fenced
 
     assert with_a_call(True, scene) == ["unreadable reply"]
+
+
+def test_a_request_that_its_engine_forgot_is_awaited_no_longer_and_its_name_is_free():
+    async def scene(dispatcher: Dispatcher, slot: EngineSlot, call: asyncio.Task[Any]) -> Any:
+        async def knows_nothing() -> EngineStats:
+            return EngineStats()
+
+        slot.proxy.__dict__["stats"] = knows_nothing
+        for _ in range(3):
+            await dispatcher._examine(slot)
+        assert isinstance((await asyncio.gather(call, return_exceptions=True))[0], WorkerDied)
+        return slot.mailbox.awaited, dispatcher.ignored_replies, slot.fenced
+
+    assert with_a_call(True, scene) == ({}, 1, False)

@@ -86,8 +86,8 @@ class Narrator:
     def version_written(self, version: int) -> None:
         """Some ahead: to reach the disk takes longer than many a small step."""
         if version > self._written:
+            self.checkpoints.write_version(version + VERSIONS_AHEAD)
             self._written = version + VERSIONS_AHEAD
-            self.checkpoints.write_version(self._written)
 
     def step(self, report: StepReport) -> None:
         lengths = [unit_lengths(unit) for unit in report.units]

@@ -15,6 +15,8 @@ from itertools import takewhile
 from operator import attrgetter
 from typing import Any
 
+from headrace.rollout.engines.sequences import Sequence
+
 _ENDS = 64
 """Most remembered ends: one holds a row of logits."""
 _TOKENS = attrgetter("tokens")
@@ -217,6 +219,31 @@ class BlockTable:
                 del self._cached[node.block]
                 self._free.append(node.block)
             going += node.children
+
+
+class Computing:
+    """What the tree does not know yet: sequences that are behind, by the tokens that they are computing."""
+
+    def __init__(self, sequences: list[Sequence]) -> None:
+        self._sequences = sequences
+        self._beginnings: dict[int, set[tuple[int, ...]]] = {}
+        """Length -> beginnings of that length whose last token is being computed."""
+
+    def add(self, sequence: Sequence) -> None:
+        self._sequences.append(sequence)
+        for length, beginnings in self._beginnings.items():
+            beginnings.update(self._beginning(sequence, length))
+
+    def has(self, ids: list[int], length: int) -> bool:
+        """Whether someone is computing the last of the first `length` tokens of `ids`, after the same ones."""
+        if length not in self._beginnings:
+            found = (one for sequence in self._sequences for one in self._beginning(sequence, length))
+            self._beginnings[length] = set(found)
+        return tuple(ids[:length]) in self._beginnings[length]
+
+    def _beginning(self, sequence: Sequence, length: int) -> list[tuple[int, ...]]:
+        able = sequence.kv_pure and sequence.kv_length < length <= len(sequence.ids)
+        return [tuple(sequence.ids[:length])] if able else []
 
 
 def common_length(a: tuple[int, ...] | list[int], b: tuple[int, ...] | list[int]) -> int:

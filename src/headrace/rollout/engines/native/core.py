@@ -17,7 +17,7 @@ from headrace.rollout.engines.models import ModelFacts
 from headrace.rollout.engines.native.adapters import AdaptedWeights, base_of, newest_first, older_rows, read_adapter
 from headrace.rollout.engines.native.attention import KeyValues, Pass
 from headrace.rollout.engines.native.batches import FIXED_PREFILL, Batcher, Piece
-from headrace.rollout.engines.native.blocks import NO_MATCH, BlockTable, Match
+from headrace.rollout.engines.native.blocks import NO_MATCH, BlockTable, Computing, Match
 from headrace.rollout.engines.native.generic import ROUTES
 from headrace.rollout.engines.native.saves import Saved, Saves
 from headrace.rollout.engines.sampling import Draw, Drawn
@@ -33,31 +33,6 @@ class End:
 
     logits: torch.Tensor
     routes: np.ndarray | None
-
-
-class Computing:
-    """Sequences that are behind, by the tokens that they are computing."""
-
-    def __init__(self, sequences: list[Sequence]) -> None:
-        self._sequences = sequences
-        self._beginnings: dict[int, set[tuple[int, ...]]] = {}
-        """Length -> beginnings of that length whose last token is being computed."""
-
-    def add(self, sequence: Sequence) -> None:
-        self._sequences.append(sequence)
-        for length, beginnings in self._beginnings.items():
-            beginnings.update(self._beginning(sequence, length))
-
-    def has(self, ids: list[int], length: int) -> bool:
-        """Whether someone is computing the last of the first `length` tokens of `ids`, after the same ones."""
-        if length not in self._beginnings:
-            found = (one for sequence in self._sequences for one in self._beginning(sequence, length))
-            self._beginnings[length] = set(found)
-        return tuple(ids[:length]) in self._beginnings[length]
-
-    def _beginning(self, sequence: Sequence, length: int) -> list[tuple[int, ...]]:
-        able = sequence.kv_pure and sequence.kv_length < length <= len(sequence.ids)
-        return [tuple(sequence.ids[:length])] if able else []
 
 
 class NativeCore(Core):
