@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from itertools import count
 from typing import Any
 
 from headrace.errors import (
@@ -36,6 +37,9 @@ from headrace.orchestrator.turns import Turns
 from headrace.orchestrator.weight_sync import WeightSync
 from headrace.protocols import Lease
 from headrace.types import NO_VERSION, Event, Unit
+
+AT_ONCE = 64
+"""Leases admitted in one turn of the event loop: what was asked for goes to the engines while more is admitted."""
 
 
 class Controller:
@@ -153,7 +157,7 @@ class Controller:
     # ------------------------------------------------------------------------------------------------- roll out
 
     async def _roll_out(self) -> None:
-        while True:
+        for number in count(1):
             self.waits["admission"] = "waits for room"
             try:
                 lease = await self._timed("wait_room", self.buffer.admit())
@@ -164,6 +168,8 @@ class Controller:
             task = asyncio.create_task(self._produce(lease), name=f"rollout {lease.lease_id}")
             self.producing[lease.lease_id] = (lease, task)
             task.add_done_callback(self._notice)
+            if number % AT_ONCE == 0:
+                await asyncio.sleep(0)  # what was admitted goes to the engines while the rest is
 
     async def _produce(self, lease: Lease) -> None:
         """One lease to its unit or its end. A rollout's failure is its own: only a `RunError` ends the run."""

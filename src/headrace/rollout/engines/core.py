@@ -372,6 +372,7 @@ class Core(ABC):
     def release(self, sequence: Sequence) -> None:
         """Its keys and values are not needed any more."""
         sequence.blocks, sequence.kv_length, sequence.kv_pure, sequence.under = [], 0, True, None
+        sequence.history = 0
 
     def save(self, sequence: Sequence) -> str | None:
         """Keep its keys and values under a handle, if the engine can and has them."""

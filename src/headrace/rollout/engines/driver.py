@@ -7,7 +7,6 @@ import contextlib
 import queue
 import threading
 import traceback
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -40,9 +39,8 @@ class EngineDriver:
         self._drain_waiters: list[Callable[[], None]] = []
         self._ends: list[tuple[str, Generation | HeadraceError]] = []
         self._has_ended = Signal()
-        self._news: deque[Callable[[], None]] = deque()
-        self._told: asyncio.AbstractEventLoop | None = None
-        """The loop that has been woken for `_news` and did not look yet."""
+        self._news: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
+        """What the thread has to say in each loop, once it is through with the command or the pass in hand."""
         self._failure: Exception | None = None
         self._closed = False
         if not inline:
@@ -263,18 +261,14 @@ class EngineDriver:
         if self.inline:
             apply()
         else:
-            # What ends in one pass wakes the loop once: each wake-up is a call of the kernel and a change of threads.
-            self._news.append(apply)
-            if self._told is not loop:
-                self._told = loop
-                with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
-                    loop.call_soon_threadsafe(self._deliver)
+            self._news.setdefault(loop, []).append(apply)
 
-    def _deliver(self) -> None:
-        """In the loop: all that the thread has to say."""
-        self._told = None
-        while self._news:
-            self._news.popleft()()
+    def _tell_news(self) -> None:
+        """All that one pass has to say wakes a loop once: each wake-up is a call of the kernel and a change of threads."""
+        news, self._news = self._news, {}
+        for loop, words in news.items():
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(_say, words)
 
     def _work(self) -> None:
         """The thread: commands first, then a pass, for ever."""
@@ -289,10 +283,12 @@ class EngineDriver:
                     return
                 command()
                 self._wake_drained()
+                self._tell_news()
                 continue
             except queue.Empty:
                 pass
             self._pass()
+            self._tell_news()
 
     def _start_pump(self) -> None:
         if (self._pump is None or self._pump.done()) and self._failure is None and self.core.ready:
@@ -326,6 +322,11 @@ def _stand_back(threads: int, busy: Callable[[], bool]) -> None:
     """Of the thread that prepares weights while passes go on: one core, or the products of both would wait for each other."""
     use_threads(threads)
     work_beside(busy)
+
+
+def _say(words: list[Callable[[], None]]) -> None:
+    for word in words:
+        word()
 
 
 def _resolve(future: asyncio.Future[None]) -> None:

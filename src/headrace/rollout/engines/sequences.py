@@ -56,6 +56,8 @@ class Sequence:
     kv_length: int = 0
     kv_pure: bool = True
     """All its keys and values were made by the live weights."""
+    history: int = 0
+    """Of all that have the same, tokens, keys and values are the same; 0: maybe nobody's but its own."""
     saved: str | None = None
     """Handle of its keys and values while it waits for room."""
     under: tuple[int, Any] | None = None

@@ -37,7 +37,7 @@ class Batcher:
         logit_rows += range(decode_start, decode_start + len(at))
         ids += [one.ids[place] for one, place in zip(decoding, at, strict=True)]
         positions += at
-        slots += [self._next_slot(one) for one in decoding]
+        slots += [self.next_slot(one) for one in decoding]
         return Pass(
             token_ids=torch.tensor(ids),
             positions=torch.tensor(positions),
@@ -74,7 +74,7 @@ class Batcher:
         return Pass(
             token_ids=torch.tensor([one.ids[one.kv_length] for one in decoding] + [0] * padding),
             positions=torch.tensor([one.kv_length for one in decoding] + [0] * padding),
-            slots=torch.tensor([self._next_slot(one) for one in decoding] + [self.spare] * padding),
+            slots=torch.tensor([self.next_slot(one) for one in decoding] + [self.spare] * padding),
             stretches=[],
             decode_start=0,
             tables=self._tables(decoding),
@@ -83,7 +83,8 @@ class Batcher:
             one_by_one=True,
         )
 
-    def _next_slot(self, sequence: Sequence) -> int:
+    def next_slot(self, sequence: Sequence) -> int:
+        """Where its next token's keys and values go."""
         size, at = self.block_size, sequence.kv_length
         return sequence.blocks[at // size] * size + at % size
 

@@ -19,7 +19,9 @@ from headrace.rollout.engines.native.attention import KeyValues, Pass
 from headrace.rollout.engines.native.batches import FIXED_PREFILL, Batcher, Piece
 from headrace.rollout.engines.native.blocks import NO_MATCH, BlockTable, Computing, Match
 from headrace.rollout.engines.native.generic import ROUTES
+from headrace.rollout.engines.native.histories import Histories, distinct
 from headrace.rollout.engines.native.saves import Saved, Saves
+from headrace.rollout.engines.native.tails import Tails
 from headrace.rollout.engines.sampling import Draw, Drawn
 from headrace.rollout.engines.sequences import Sequence
 from headrace.types import NO_VERSION
@@ -29,10 +31,12 @@ _DEFAULT_KV_TOKENS = 32_768
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """What the forward pass said after the last token of a prompt: logits [V], experts [layers, top_k]."""
+    """What the forward pass said after the last token of a prompt: logits [V], experts [layers, top_k]. Who goes on from
+    here has this `history`."""
 
     logits: torch.Tensor
     routes: np.ndarray | None
+    history: int
 
 
 class NativeCore(Core):
@@ -64,11 +68,13 @@ class NativeCore(Core):
         self.table = BlockTable(blocks, self.block_size)
         self.store = KeyValues(blocks * self.block_size + 1)
         self.batcher = Batcher(self.block_size, spare=blocks * self.block_size)
+        self.histories = Histories()
+        self.shared_tokens = 0
+        """Sampled tokens that were fed in with another sequence's row."""
         self.fixed = engine.deterministic
         self.prefill_tokens = engine.prefill_tokens
         self.save_preempted = engine.preemption == "save"
-        self._tails: list[tuple[int, int, int]] = []
-        """(block, block to copy to, tokens) of those admitted in this pass."""
+        self.tails = Tails(self.table, self.store)
         room = engine.kv_saved_mb * 1_000_000
         self.saves = Saves(context.name, f"{facts.mark}/{dtype}", room, engine.kv_folder)
 
@@ -138,17 +144,33 @@ class NativeCore(Core):
             decoding = sorted(decoding, key=newest_first)
         for sequence, _ in pieces:
             sequence.started = True
-        batch = self._batch(pieces, decoding)
+        firsts, places = (decoding, list(range(len(decoding)))) if self.fixed else distinct(decoding)
+        batch = self._batch(pieces, firsts)
         if mixed:
-            batch.older = older_rows(decoding, batch.decode_start)
-        self._take(pieces, decoding, batch, self.weights.forward(batch, self.store))
+            batch.older = older_rows(firsts, batch.decode_start)
+        logits = self.weights.forward(batch, self.store)
+        self._copy_to_twins(decoding, firsts, places)
+        self._take(pieces, decoding, places, batch, logits)
+
+    def _copy_to_twins(self, decoding: list[Sequence], firsts: list[Sequence], places: list[int]) -> None:
+        """The new keys and values of a row to all whose token it was: from here on they may part."""
+        if len(firsts) == len(decoding):
+            return
+        self.shared_tokens += len(decoding) - len(firsts)
+        written = [self.batcher.next_slot(one) for one in firsts]
+        own = {self.batcher.next_slot(one): written[place] for one, place in zip(decoding, places, strict=True)}
+        if others := {slot: first for slot, first in own.items() if slot != first}:
+            self.store.copy(torch.tensor(list(others.values())), torch.tensor(list(others)))
 
     def _batch(self, pieces: list[Piece], decoding: list[Sequence]) -> Pass:
         if not self.fixed:
             return self.batcher.ragged(pieces, decoding)
         return self.batcher.fixed_piece(*pieces[0]) if pieces else self.batcher.fixed_decode(decoding, self.max_running)
 
-    def _take(self, pieces: list[Piece], decoding: list[Sequence], batch: Pass, logits: torch.Tensor) -> None:
+    def _take(
+        self, pieces: list[Piece], decoding: list[Sequence], places: list[int], batch: Pass, logits: torch.Tensor
+    ) -> None:
+        """places: of each decoding sequence's row among the decoding rows"""
         routes = batch.routes
         drawing = []
         for sequence, count in pieces:
@@ -157,18 +179,21 @@ class NativeCore(Core):
             self._computed(sequence, batch, logits[len(drawing)] if caught_up else None, len(drawing))
             if caught_up:
                 drawing.append(sequence)
-        rows = list(range(len(drawing)))
-        for row, sequence in enumerate(decoding, len(rows)):
+        first = len(drawing)
+        rows = list(range(first))
+        for place, sequence in zip(places, decoding, strict=True):
             sequence.kv_length += 1
             sequence.started = True
             if sequence.kv_length == len(sequence.ids):
                 drawing.append(sequence)
-                rows.append(row)
+                rows.append(first + place)
         if drawing and routes is not None:
             self._note_prompt_routes(drawing, routes.dtype)
+        self.histories.forget()
         if drawing:
             taken = slice(len(rows)) if rows[-1] == len(rows) - 1 else rows
             self.draw(drawing, logits[taken], routes[taken] if routes is not None else None)
+            self.histories.grow(drawing)
 
     def _note_prompt_routes(self, sequences: list[Sequence], dtype: Any) -> None:
         """Of prompts all of whose tokens have been computed, by whomever."""
@@ -194,19 +219,22 @@ class NativeCore(Core):
         finally:  # whatever failed: a sequence is in one place, and no block waits to be copied
             self.waiting = [one for one in self.waiting if one not in admitted]
             self.running.sort(key=lambda one: one.arrival)
-            self._copy_tails()
+            self.tails.copy()
         if drawing:
             routes = [end.routes for _, end in drawing]
             logits = torch.stack([end.logits for _, end in drawing])
             if self.has_experts:
                 self._note_prompt_routes([one for one, _ in drawing], routes[0].dtype)
             self.draw([one for one, _ in drawing], logits, routes if self.has_experts else None)
+            self.histories.grow([one for one, _ in drawing])
 
     def _admit_while_there_is_room(
         self, computing: Computing, admitted: set[Sequence], drawing: list[tuple[Sequence, Any]]
     ) -> None:
         """Adds to all three: who has tokens to compute, who was admitted, and whose first token can be drawn at once."""
         waited_for: set[tuple[str, int]] = set()
+        mates: dict[int, Sequence] = {}
+        """Admitted before, with all keys and values, by their history."""
         for sequence in list(self.waiting):
             if len(self.running) >= self.max_running:
                 break
@@ -217,7 +245,7 @@ class NativeCore(Core):
             known = sequence.ids[: sequence.prompt_length] if self.fixed else sequence.ids
             held_back = sequence.saved or sequence.request.kv_handle
             if held_back:
-                self._copy_tails()  # which leaves as much room as there is
+                self.tails.copy()  # which leaves as much room as there is
             if held_back and self.table.room < -(-len(sequence.ids) // self.block_size):
                 break
             saved = self._saved(sequence) if held_back else None
@@ -227,7 +255,10 @@ class NativeCore(Core):
                 if prompt is not None:
                     waited_for.add(prompt)
                 continue
-            if not self._give_blocks(sequence, match):
+            if match.end and (mate := mates.get(match.end.history)):
+                self.table.hold(mate.blocks)
+                sequence.blocks, sequence.kv_length = list(mate.blocks), mate.kv_length
+            elif not self._give_blocks(sequence, match):
                 break
             if saved:
                 self._restore(sequence, saved)
@@ -242,8 +273,10 @@ class NativeCore(Core):
                 self.prompt_tokens += len(sequence.ids)
                 self.cached_prompt_tokens += sequence.kv_length
             if sequence.kv_length == len(sequence.ids):
-                sequence.started = True
+                sequence.started, sequence.history = True, match.end.history
                 drawing.append((sequence, match.end))
+                if sequence.history:
+                    mates.setdefault(sequence.history, sequence)
 
     def _worth_waiting(self, ids: list[int], known: int, computing: Computing) -> bool:
         """Whether someone is computing a further block, or all the rest, of these very tokens."""
@@ -257,41 +290,56 @@ class NativeCore(Core):
         # Held before allocating: making room may forget the very blocks that are about to be shared.
         shared = match.blocks + [match.tail] * (match.tail_tokens > 0)
         self.table.hold(shared)
-        own = self.table.allocate(wanted - len(match.blocks))
-        if own is None and self._tails:
-            self._copy_tails()  # after which they are not held for that
-            own = self.table.allocate(wanted - len(match.blocks))
+        own = self._allocate(wanted - len(match.blocks))
+        if own is not None and match.tail_tokens:
+            self.tails.copy_later(match.tail, own[0], match.tail_tokens)
+        self.table.release(shared if own is None else shared[len(match.blocks) :])
         if own is None:
-            self.table.release(shared)
             return False
-        if match.tail_tokens:
-            self._tails.append((match.tail, own[0], match.tail_tokens))
         sequence.blocks, sequence.kv_length = match.blocks + own, match.length(self.block_size)
         return True
 
-    def _copy_tails(self) -> None:
-        """The shared beginnings of blocks that are filled further, all at once; held until now, so that they are there."""
-        if not self._tails:
-            return
-        tails, self._tails = self._tails, []
-        sources, targets, counts = np.array(tails).T
-        at = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        slots = [np.repeat(blocks * self.block_size, counts) + at for blocks in (sources, targets)]
-        self.store.copy(*map(torch.from_numpy, slots))
-        self.table.release([block for block, _, _ in tails])
+    def _allocate(self, count: int) -> list[int] | None:
+        got = self.table.allocate(count)
+        if got is None and self.tails.waiting:
+            self.tails.copy()  # after which what they are copied from is not held for that
+            got = self.table.allocate(count)
+        return got
 
     def _make_room(self, decoding: list[Sequence]) -> list[Sequence]:
-        """A block for each sequence whose next token needs one, oldest first; the newest are preempted for it."""
+        """A place for each next token, one for all of a history, oldest first; the newest are preempted for it. A block that
+        several were filling stays with the first history that goes on in it, and the others get copies."""
         before = self.preemptions
+        filled: dict[int, int] = {}
+        opened: dict[int, int] = {}
         for sequence in decoding:
-            while sequence.kv_length >= len(sequence.blocks) * self.block_size and sequence in self.running:
-                got = self.table.allocate(1)
-                if got is not None:
-                    sequence.blocks += got
-                else:
-                    self.preemptions += 1
-                    self._preempt(max(self.running, key=lambda one: one.arrival))
-        return decoding if self.preemptions == before else [one for one in decoding if one in self.running]
+            if not sequence.blocks:
+                continue  # preempted for an older one
+            history = sequence.history or -1 - sequence.arrival
+            at, inside = divmod(sequence.kv_length, self.block_size)
+            if at < len(sequence.blocks) and filled.setdefault(sequence.blocks[at], history) == history:
+                continue
+            if history in opened:
+                self.table.hold([opened[history]])
+            elif (block := self._next_block(sequence)) is None:
+                continue
+            else:
+                opened[history] = block
+                if inside:
+                    self.tails.copy_later(sequence.blocks[at], block, inside)
+            self.table.release(sequence.blocks[at:])
+            sequence.blocks[at:] = [opened[history]]
+        self.tails.copy()
+        return decoding if self.preemptions == before else [one for one in decoding if one.blocks]
+
+    def _next_block(self, sequence: Sequence) -> int | None:
+        """None: it was preempted itself."""
+        while sequence.blocks:
+            if got := self._allocate(1):
+                return got[0]
+            self.preemptions += 1
+            self._preempt(max(self.running, key=lambda one: one.arrival))
+        return None
 
     def _preempt(self, sequence: Sequence) -> None:
         handle = self.save(sequence) if self.save_preempted else None
@@ -304,7 +352,9 @@ class NativeCore(Core):
         if sequence.kv_pure and not (self.fixed and sequence.kv_length > sequence.prompt_length):
             end = None
             if logits is not None and sequence.count == 0:
-                end = End(logits.clone(), batch.routes[row] if batch.routes is not None else None)
+                sequence.history = 0 if self.fixed else self.histories.begin()
+                routes = batch.routes[row] if batch.routes is not None else None
+                end = End(logits.clone(), routes, sequence.history)
             self.table.remember(sequence.ids[: sequence.kv_length], sequence.blocks, end)
 
     # --------------------------------------------------------------------------------------------- keys and values
