@@ -24,7 +24,7 @@ class RunRecorder:
     def __init__(self, folder: Path, config: ObservabilityConfig, run_config: Mapping[str, Any] | None = None) -> None:
         self.folder = Path(folder)
         self.problems: list[str] = []
-        self._samples_every = config.samples_every
+        self._samples_every, self._samples_groups = config.samples_every, config.samples_groups
         self.folder.mkdir(parents=True, exist_ok=True)
         self._sinks: list[Sink] = open_sinks(config, self.folder, run_config)
         self._timeline: Timeline | None = Timeline(self.folder)
@@ -55,7 +55,8 @@ class RunRecorder:
     ) -> None:
         """Write the samples if it is their turn; call it at every step."""
         if self.wants_samples(step):
-            self._tried("samples", lambda: write_samples(self.folder, step, groups, decode, advantages))
+            shown = groups[: self._samples_groups or None]
+            self._tried("samples", lambda: write_samples(self.folder, step, shown, decode, advantages, of=len(groups)))
 
     def close(self) -> None:
         """Flush everything and write the Perfetto trace. Idempotent."""

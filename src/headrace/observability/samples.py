@@ -97,10 +97,11 @@ def _indent(text: str) -> str:
     return "\n".join("    " + line for line in text.splitlines()) or "    (empty)"
 
 
-def render_samples(step: int, rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows of `sample_rows` as text; a prompt that the samples of a group share is printed once."""
+def render_samples(step: int, rows: Sequence[Mapping[str, Any]], of: int = 0) -> str:
+    """The rows of `sample_rows` as text; a prompt that the samples of a group share is printed once. of: groups of the step"""
     groups = len(dict.fromkeys(row["group_id"] for row in rows))
-    lines = [f"Step {step}: {len(rows)} samples in {groups} groups", ""]
+    shown = f"{groups} of {of} groups" if of > groups else f"{groups} groups"
+    lines = [f"Step {step}: {len(rows)} samples in {shown}", ""]
     group_id = prompt = None
     for row in rows:
         if row["group_id"] != group_id:
@@ -128,14 +129,17 @@ def write_samples(
     groups: Sequence[Group],
     decode: Decode,
     advantages: Mapping[str, float] | None = None,
+    *,
+    of: int = 0,
 ) -> Path:
-    """Write samples/step_000005.txt and .jsonl in the run folder; returns the readable file's path."""
+    """Write samples/step_000005.txt and .jsonl in the run folder; returns the readable file's path. of: groups of the step,
+    where these are not all"""
     target = folder / SAMPLES_FOLDER
     target.mkdir(parents=True, exist_ok=True)
     rows = sample_rows(groups, decode, advantages)
     path = target / f"step_{step:06d}.txt"
     # A model may sample half of a surrogate pair or any byte: reading must not fail for what was written.
-    path.write_text(render_samples(step, rows), encoding="utf-8", errors="replace")
+    path.write_text(render_samples(step, rows, of), encoding="utf-8", errors="replace")
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     path.with_suffix(".jsonl").write_text(text, encoding="utf-8", errors="replace")
     return path

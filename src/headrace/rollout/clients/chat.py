@@ -62,7 +62,7 @@ class ChatFormat:
             raise DataError(f"the chat template refused the messages: {line:.200}") from error
 
     def encode(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self.environment.encode(text)
 
     def encode_first(self, text: str) -> list[int]:
         """Raw text, with what the tokenizer itself puts before it."""

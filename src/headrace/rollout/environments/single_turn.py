@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from headrace.errors import DataError
+from headrace.models import plain_codec
 from headrace.protocols import Turn
 from headrace.rollout.config import TasksConfig
 from headrace.types import Generation, Task
@@ -34,6 +35,7 @@ class SingleTurn:
         self.config = config
         ends = {*end_token_ids, tokenizer.eos_token_id}
         self.end_token_ids = frozenset(end for end in ends if end is not None)
+        self.encode, self._decode = plain_codec(tokenizer)
         self._before: list[int] | None = None
         """What the tokenizer puts before raw text, whatever the text: found with the first one."""
         self._rendered: OrderedDict[str, tuple[Task, list[int]]] = OrderedDict()
@@ -53,7 +55,7 @@ class SingleTurn:
         if known is not None and known[0] is task:
             return known[1]
         text, is_chat = self._text(task)
-        ids = self._chat_ids(text) if is_chat else self.raw_ids(text)
+        ids = self.encode(text) if is_chat else self.raw_ids(text)
         if not ids:
             raise DataError(f"task {task.task_id}: the prompt {text!r:.60} has no tokens")
         self._rendered[task.task_id] = (task, ids)
@@ -74,7 +76,7 @@ class SingleTurn:
         ids = np.asarray(token_ids).tolist()
         if ids and ids[-1] in self.end_token_ids:
             ids.pop()
-        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self._decode(ids)
 
     def _text(self, task: Task) -> tuple[str, bool]:
         prompt = task.payload["prompt"]
@@ -105,11 +107,8 @@ class SingleTurn:
         except Exception as error:  # templates are programs that come with a model, and raise what they like
             raise DataError(f"task {task.task_id}: the chat template refused the messages: {error}") from error
 
-    def _chat_ids(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-
     def raw_ids(self, text: str) -> list[int]:
-        plain = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        plain = self.encode(text)
         if plain and plain[0] == self.tokenizer.bos_token_id:
             return plain
         if self._before is None:
