@@ -570,8 +570,9 @@ class EngineStats:
     """What an engine says of itself.
 
     progress: ids of all requests that it has, running and waiting, to the tokens they have sampled
-    generated_tokens, prompt_tokens, cached_prompt_tokens, preemptions, recomputed_tokens, swaps, prefill_s, decode_s:
-    since it was built; recomputed are tokens whose keys and values had been there and were given up
+    generated_tokens, shared_tokens, prompt_tokens, cached_prompt_tokens, preemptions, recomputed_tokens, swaps, prefill_s,
+    decode_s: since it was built; shared are sampled tokens that were fed in with a sibling's, recomputed those whose keys and
+    values had been there and were given up
     """
 
     version: int = NO_VERSION
@@ -583,6 +584,7 @@ class EngineStats:
     kv_tokens_used: int = 0
     kv_tokens_total: int = 0
     generated_tokens: int = 0
+    shared_tokens: int = 0
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     preemptions: int = 0

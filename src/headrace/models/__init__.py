@@ -6,6 +6,6 @@ tiny.py      a seed -> a character-level decoder that can add a little
 cache.py     a builder -> a folder that is built once, whole or not at all, and whose bytes are checked at each use
 """
 
-from headrace.models.catalog import load_tokenizer, plain_codec, resolve_model
+from headrace.models.catalog import load_tokenizer, resolve_model
 
-__all__ = ["load_tokenizer", "plain_codec", "resolve_model"]
+__all__ = ["load_tokenizer", "resolve_model"]

@@ -88,27 +88,3 @@ def load_tokenizer(folder: Path | str) -> Any:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
-
-
-def plain_codec(tokenizer: Any) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str]]:
-    """(text to ids, ids to text), neither with special tokens nor with spaces cleaned up. From the compiled tokenizer itself
-    where there is one: transformers' way to it costs ten times what a short text does."""
-    from transformers import PreTrainedTokenizerFast
-
-    own = type(tokenizer)
-    compiled = isinstance(tokenizer, PreTrainedTokenizerFast) and all(
-        getattr(own, name) is getattr(PreTrainedTokenizerFast, name)
-        for name in ("__call__", "_encode_plus", "decode", "_decode")
-    )
-    if compiled:
-        backend = tokenizer.backend_tokenizer
-        backend.no_truncation()
-        backend.no_padding()
-        return (
-            lambda text: backend.encode(text, add_special_tokens=False).ids,
-            lambda ids: backend.decode(ids, skip_special_tokens=True),
-        )
-    return (
-        lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
-        lambda ids: tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False),
-    )

@@ -196,10 +196,12 @@ class Narrator:
         total = sum(slot.stats.kv_tokens_total for slot in slots)
         used = sum(slot.stats.kv_tokens_used for slot in slots)
         prompt = sum(slot.stats.prompt_tokens for slot in slots)
+        generated = sum(slot.stats.generated_tokens for slot in slots)
         cached = sum(slot.stats.cached_prompt_tokens for slot in slots)
         return {
             "engine/kv_occupancy": used / total if total else 0.0,
             "engine/prefix_hit_rate": cached / prompt if prompt else 0.0,
+            "engine/shared_share": sum(slot.stats.shared_tokens for slot in slots) / max(generated, 1),
             "engine/preemptions": float(sum(slot.stats.preemptions for slot in slots)),
             "engine/recomputed_tokens": float(sum(slot.stats.recomputed_tokens for slot in slots)),
             "engine/weight_error": max((slot.stats.weight_error for slot in slots), default=0.0),

@@ -63,7 +63,7 @@ class Core(ABC):
         self._last_pass_ns = 0
         self._swap_open = False
         self._span: tuple[int, int] | None = None
-        self.generated_tokens = self.prompt_tokens = self.cached_prompt_tokens = 0
+        self.generated_tokens = self.shared_tokens = self.prompt_tokens = self.cached_prompt_tokens = 0
         self.preemptions = self.recomputed_tokens = self.swaps = 0
         self.standstill_s = self.prefill_s = self.decode_s = 0.0
 
@@ -330,6 +330,7 @@ class Core(ABC):
             kv_tokens_used=used,
             kv_tokens_total=total,
             generated_tokens=self.generated_tokens,
+            shared_tokens=self.shared_tokens,
             prompt_tokens=self.prompt_tokens,
             cached_prompt_tokens=self.cached_prompt_tokens,
             preemptions=self.preemptions,

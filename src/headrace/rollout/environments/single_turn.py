@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from headrace.errors import DataError
-from headrace.models import plain_codec
 from headrace.protocols import Turn
 from headrace.rollout.config import TasksConfig
 from headrace.types import Generation, Task
@@ -35,7 +34,7 @@ class SingleTurn:
         self.config = config
         ends = {*end_token_ids, tokenizer.eos_token_id}
         self.end_token_ids = frozenset(end for end in ends if end is not None)
-        self.encode, self._decode = plain_codec(tokenizer)
+        self.encode, self._decode = _plain_codec(tokenizer)
         self._before: list[int] | None = None
         """What the tokenizer puts before raw text, whatever the text: found with the first one."""
         self._rendered: OrderedDict[str, tuple[Task, list[int]]] = OrderedDict()
@@ -116,3 +115,27 @@ class SingleTurn:
             places = range(len(full) - len(plain) + 1)
             self._before = next((full[:at] for at in places if full[at : at + len(plain)] == plain), [])
         return self._before + plain
+
+
+def _plain_codec(tokenizer: Any) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str]]:
+    """(text to ids, ids to text), neither with special tokens nor with spaces cleaned up. From the compiled tokenizer itself
+    where there is one: transformers' way to it costs ten times what a short text does."""
+    from transformers import PreTrainedTokenizerFast
+
+    own = type(tokenizer)
+    compiled = isinstance(tokenizer, PreTrainedTokenizerFast) and all(
+        getattr(own, name) is getattr(PreTrainedTokenizerFast, name)
+        for name in ("__call__", "_encode_plus", "decode", "_decode")
+    )
+    if compiled:
+        backend = tokenizer.backend_tokenizer
+        backend.no_truncation()
+        backend.no_padding()
+        return (
+            lambda text: backend.encode(text, add_special_tokens=False).ids,
+            lambda ids: backend.decode(ids, skip_special_tokens=True),
+        )
+    return (
+        lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
+        lambda ids: tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False),
+    )

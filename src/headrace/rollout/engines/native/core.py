@@ -19,9 +19,8 @@ from headrace.rollout.engines.native.attention import KeyValues, Pass
 from headrace.rollout.engines.native.batches import FIXED_PREFILL, Batcher, Piece
 from headrace.rollout.engines.native.blocks import NO_MATCH, BlockTable, Computing, Match
 from headrace.rollout.engines.native.generic import ROUTES
-from headrace.rollout.engines.native.histories import Histories, distinct
 from headrace.rollout.engines.native.saves import Saved, Saves
-from headrace.rollout.engines.native.tails import Tails
+from headrace.rollout.engines.native.siblings import Histories, Tails, distinct
 from headrace.rollout.engines.sampling import Draw, Drawn
 from headrace.rollout.engines.sequences import Sequence
 from headrace.types import NO_VERSION
@@ -69,8 +68,6 @@ class NativeCore(Core):
         self.store = KeyValues(blocks * self.block_size + 1)
         self.batcher = Batcher(self.block_size, spare=blocks * self.block_size)
         self.histories = Histories()
-        self.shared_tokens = 0
-        """Sampled tokens that were fed in with another sequence's row."""
         self.fixed = engine.deterministic
         self.prefill_tokens = engine.prefill_tokens
         self.save_preempted = engine.preemption == "save"

@@ -1,13 +1,19 @@
 """Tells which sequences have the same tokens behind them, so that one row of a forward pass serves them all.
 
 Siblings start from the same prompt, and go on alike while they draw the same tokens: answers of few tokens, and those of
-a model that is nearly sure, are mostly the same. What training computes once (`training.packed`) is so generated once.
+a model that is nearly sure, are mostly the same. What training computes once (`training.packed`) is so generated once. They
+fill the same block, too, until they part: the others then get copies of what is in it.
 """
 
 from __future__ import annotations
 
 from itertools import count
 
+import numpy as np
+import torch
+
+from headrace.rollout.engines.native.attention import KeyValues
+from headrace.rollout.engines.native.blocks import BlockTable
 from headrace.rollout.engines.sequences import Sequence
 
 
@@ -44,3 +50,27 @@ def distinct(sequences: list[Sequence]) -> tuple[list[Sequence], list[int]]:
             firsts.append(one)
         places.append(place)
     return firsts, places
+
+
+class Tails:
+    """Copies of the beginnings of blocks, for those who fill them further in their own way: due before the next pass, and made
+    all at once. What is copied from is held until then."""
+
+    def __init__(self, table: BlockTable, store: KeyValues) -> None:
+        self._table, self._store = table, store
+        self.waiting: list[tuple[int, int, int]] = []
+        """(block, block to copy to, tokens)"""
+
+    def copy_later(self, block: int, to: int, tokens: int) -> None:
+        self._table.hold([block])
+        self.waiting.append((block, to, tokens))
+
+    def copy(self) -> None:
+        if not self.waiting:
+            return
+        waiting, self.waiting = self.waiting, []
+        sources, targets, counts = np.array(waiting).T
+        at = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        slots = [np.repeat(blocks * self._table.block_size, counts) + at for blocks in (sources, targets)]
+        self._store.copy(*map(torch.from_numpy, slots))
+        self._table.release([block for block, _, _ in waiting])
