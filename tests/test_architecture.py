@@ -17,7 +17,7 @@ PLANES = ("rollout", "reward", "training", "exchange", "observability")
 
 # A module may import from ranks below its own, and from its own part. Parts of one rank never import each other.
 RANKS = {
-    **dict.fromkeys(("cores", "errors", "signals", "types", "vectors"), 0),
+    **dict.fromkeys(("cores", "errors", "pages", "signals", "types", "vectors"), 0),
     **dict.fromkeys(("configbase", "imports", "protocols"), 1),
     "policies": 2,
     **dict.fromkeys(PLANES, 3),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from headrace.cores import WORTH_MEETING, Crew, copy_beside, threads_for, use_threads, work_beside
+from headrace.pages import LARGE, LargePages
 
 
 def test_a_part_that_fails_fails_the_whole_after_the_others_ended():
@@ -101,3 +102,15 @@ def test_a_copy_beside_passes_is_whole_and_rests_only_while_they_run(shape, monk
     before = len(rests)
     copy_beside(torch.zeros(shape), source)
     assert len(rests) == before, "a thread that never stood back rested"
+
+
+def test_large_pages_are_shared_out_and_live_as_long_as_what_was_taken():
+    pages = LargePages(3 * LARGE)
+    pieces = [pages.take((256, 1024), torch.float32), pages.take((7, 3), torch.int8), pages.take((5,), torch.bfloat16)]
+    assert pieces[0].data_ptr() % LARGE == 0 and all(piece.data_ptr() % 64 == 0 for piece in pieces)
+    for number, piece in enumerate(pieces):
+        piece.fill_(number + 1)
+    elsewhere = pages.take((4 * LARGE,), torch.uint8).fill_(9)
+    del pages
+    assert [piece.float().mean().item() for piece in (*pieces, elsewhere)] == [1, 2, 3, 9]
+    assert LargePages(0).take((0, 4), torch.float32).shape == (0, 4)

@@ -59,12 +59,12 @@ def multiply_add(builder: ir.IRBuilder, kind: ir.VectorType, *values: ir.Value) 
     return builder.call(fma, values)
 
 
-def _fetch(builder: ir.IRBuilder, where: ir.Value) -> None:
-    """Ask for a cache line that is read soon."""
+def _fetch(builder: ir.IRBuilder, where: ir.Value, cache: int = 1) -> None:
+    """Ask for a cache line that is read soon; into the first cache, or only the second one."""
     byte = _byte.as_pointer()
     function = ir.FunctionType(ir.VoidType(), [byte, INT, INT, INT])
     prefetch = builder.module.declare_intrinsic("llvm.prefetch", (byte,), function)
-    builder.call(prefetch, [builder.bitcast(where, byte), *(ir.Constant(INT, how) for how in (0, 3, 1))])
+    builder.call(prefetch, [builder.bitcast(where, byte), *(ir.Constant(INT, how) for how in (0, 4 - cache, 1))])
 
 
 def counted(builder: ir.IRBuilder, first: ir.Value, last: ir.Value, carried: list[ir.Value], body) -> list[ir.Value]:
@@ -140,8 +140,9 @@ def panel_product(typing, x, row, column, weights, panel, out, outputs, rows, fi
 
             def add(index, sums, xs=xs):
                 soon = pointer(builder, ahead, _byte, builder.mul(index, step))
-                _fetch(builder, soon)
-                _fetch(builder, builder.gep(soon, [builder.ashr(step, number(1))]))
+                # In the first cache they would take the place of the rows that all panels are multiplied with.
+                _fetch(builder, soon, cache=2)
+                _fetch(builder, builder.gep(soon, [builder.ashr(step, number(1))]), cache=2)
                 where = pointer(builder, weights, element, builder.mul(index, panel))
                 parts = [_weights(builder, form, builder.gep(where, [number(part * LANES)])) for part in range(2)]
                 more = []

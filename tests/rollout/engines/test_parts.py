@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.exchange.channels.in_process import InProcessChannel
+from headrace.pages import LargePages
 from headrace.rollout.engines.native import compiled, kernels, llama, team
 from headrace.rollout.engines.native.linear import to_int8
 from headrace.vectors import PANEL
@@ -192,7 +193,7 @@ def test_a_product_by_panels_is_that_with_its_weights(rows, outputs, inputs, thr
     weight, x = torch.randn(outputs, inputs), torch.randn(rows, inputs)
     bias = torch.randn(outputs) if biased else None
     steps = compiled.CompiledSteps(8, 1)
-    product = steps.linear(form, weight, bias, None)
+    product = steps.linear(form, weight, bias, None, LargePages(4 * weight.numel()))
     assert isinstance(product, compiled.PanelLinear)
     try:
         torch.set_num_threads(threads)
@@ -230,14 +231,14 @@ def test_crowded_teams_keep_their_units_apart():
     thrown away with helpers that may not have seen its end."""
     torch.manual_seed(0)
     weight, x = torch.randn(8 * PANEL, 96), torch.randn(40, 96)
-    exact = compiled.CompiledSteps(8, 1).linear("packed", weight, None, None)(x).clone()
+    exact = compiled.CompiledSteps(8, 1).linear("packed", weight, None, None, LargePages(0))(x).clone()
     wrong = []
 
     def work() -> None:
         torch.set_num_threads(3)
         for _ in range(15):
             steps = compiled.CompiledSteps(8, 1)
-            product = steps.linear("packed", weight, None, None)
+            product = steps.linear("packed", weight, None, None, LargePages(0))
             for _ in range(6):
                 with steps.gathered(1 << 40):
                     wrong.extend(1 for _ in range(20) if not torch.equal(product(x), exact))

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from headrace.cores import copy_beside
+from headrace.pages import LargePages
 from headrace.rollout.engines.native import kernels
 from headrace.rollout.engines.native.linear import EVERY, Linear, relative_error, to_int8
 from headrace.rollout.engines.native.team import Team
@@ -32,9 +33,15 @@ class PanelLinear(Linear):
     __slots__ = ("_ends", "_numbers", "error", "outputs", "panels", "scales", "team")
 
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, form: str, team: Team, memory: torch.Tensor | None
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        form: str,
+        team: Team,
+        memory: torch.Tensor | None,
+        pages: LargePages,
     ) -> None:
-        """weight: [out, in]; memory: for the copy, if it is of its shape and type"""
+        """weight: [out, in]; memory: for the copy, if it is of its shape and type, else it is in `pages`"""
         super().__init__(weight, bias)
         self.team, self.scales, self.error = team, None, 0.0
         self.outputs, inputs = weight.shape
@@ -44,10 +51,10 @@ class PanelLinear(Linear):
         whole, left = divmod(self.outputs, PANEL)
         shape = (whole + (left > 0), inputs, PANEL)
         fits = memory is not None and memory.shape == shape and memory.dtype == _TYPES[kind]
-        self.panels = memory if fits else torch.zeros(shape, dtype=_TYPES[kind])
+        self.panels = memory if fits else pages.take(shape, _TYPES[kind])
         copy_beside(self.panels[:whole], source[: whole * PANEL].view(whole, PANEL, inputs).transpose(1, 2))
-        if left:  # the last panel's other columns stay zero
-            self.panels[whole, :, :left].copy_(source[whole * PANEL :].t())
+        if left:
+            self.panels[whole].zero_()[:, :left].copy_(source[whole * PANEL :].t())
         self._ends = [None if one is None else F.pad(one, (0, -self.outputs % PANEL)) for one in (self.scales, bias)]
         if kind != FLOAT:
             some = source[::EVERY].to(_TYPES[kind]).float()
@@ -83,8 +90,10 @@ class CompiledSteps:
     def gathered(self, multiplications: int) -> AbstractContextManager[None]:
         return self._team.gathered(multiplications)
 
-    def linear(self, form: str, weight: torch.Tensor, bias: torch.Tensor | None, memory: torch.Tensor | None) -> Linear:
-        return PanelLinear(weight, bias, form, self._team, memory)
+    def linear(
+        self, form: str, weight: torch.Tensor, bias: torch.Tensor | None, memory: torch.Tensor | None, pages: LargePages
+    ) -> Linear:
+        return PanelLinear(weight, bias, form, self._team, memory, pages)
 
     def norm(self, x: torch.Tensor, due: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         out = self._team.room("norm", *x.shape)

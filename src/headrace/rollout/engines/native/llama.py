@@ -16,12 +16,17 @@ import torch
 import torch.nn.functional as F
 
 from headrace.cores import copy_beside
+from headrace.pages import LargePages
 from headrace.rollout.engines.models import check_fit
 from headrace.rollout.engines.native.attention import KeyValues, Pass, attend
 from headrace.rollout.engines.native.linear import FORMS, Linear
 
 if TYPE_CHECKING:
     from headrace.rollout.engines.native.compiled import CompiledSteps
+
+
+ROOM = 110
+"""Per cent of the weights' bytes that their copies have: some are padded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +162,11 @@ class TorchSteps:
         """For the time of a pass of so many."""
         return nullcontext()
 
-    def linear(self, form: str, weight: torch.Tensor, bias: torch.Tensor | None, memory: torch.Tensor | None) -> Linear:
-        """The product with a weight, from a copy in one of `linear.FORMS`. memory: where the last such copy was"""
+    def linear(
+        self, form: str, weight: torch.Tensor, bias: torch.Tensor | None, memory: torch.Tensor | None, pages: LargePages
+    ) -> Linear:
+        """The product with a weight, from a copy in one of `linear.FORMS`. memory: where the last such copy was; pages: for one
+        where there was none"""
         return FORMS[form](weight, bias)
 
     def norm(self, x: torch.Tensor, due: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -214,6 +222,7 @@ def build(
     if spare is not None:
         weights.memory, weights.copies = spare.memory, spare.copies
     check_fit(tensors, shape.published, ("lm_head.weight",) if shape.tied else ())
+    pages = LargePages(0 if weights.copies else ROOM * shape.size * shape.dtype.itemsize // 100)
 
     def take(*names: str, optional: bool = False) -> torch.Tensor | None:
         if optional and names[0] not in tensors:
@@ -231,7 +240,7 @@ def build(
         return memory
 
     def product(name: str, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-        made = shape.steps.linear(form, weight, bias, weights.copies.get(name))
+        made = shape.steps.linear(form, weight, bias, weights.copies.get(name), pages)
         if made.panels is not None:
             weights.copies[name] = made.panels
         return made
