@@ -1,15 +1,17 @@
 """Shortcuts of the shared types equal the plain way."""
 
 import pickle
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import numpy as np
 
 from headrace.types import (
     NO_VERSION,
     Episode,
+    GenerateRequest,
     Generation,
     Group,
+    RequestKey,
     SamplingMask,
     SamplingParams,
     Score,
@@ -18,10 +20,19 @@ from headrace.types import (
 )
 
 
-def test_with_seed_is_replace():
-    sampling = SamplingParams(max_tokens=7, temperature=0.5, stop=("a",), top_k=3)
-    assert sampling.with_seed(9) == replace(sampling, seed=9)
-    assert sampling.seed is None, "the original stays"
+def test_sampling_travels_once_in_a_message():
+    """All requests of a run share it, and each has its own seed."""
+    sampling = SamplingParams(stop=("a long text that ends a generation",))
+    requests = [
+        GenerateRequest(
+            key=RequestKey(lease_id=f"0-{i}"), group_id="0", prompt_ids=np.arange(3), sampling=sampling, seed=i
+        )
+        for i in range(64)
+    ]
+    sent = pickle.dumps(requests, 5)
+    arrived = pickle.loads(sent)
+    assert sent.count(b"ends a generation") == 1 and len({id(one.sampling) for one in arrived}) == 1
+    assert [one.seed for one in arrived] == list(range(64)) and arrived[5].sampling == sampling
 
 
 def test_what_travels_arrives_equal_and_its_arrays_can_be_written_to():

@@ -119,14 +119,6 @@ class SamplingParams:
     def logit_shape(self) -> LogitShape:
         return self.repetition_penalty, self.logit_bias
 
-    def with_seed(self, seed: int) -> SamplingParams:
-        """The same for another generation: `dataclasses.replace` without its checks, which cost more than a request."""
-        copy = object.__new__(SamplingParams)
-        for name in SamplingParams.__slots__:  # type: ignore[attr-defined]
-            object.__setattr__(copy, name, getattr(self, name))
-        object.__setattr__(copy, "seed", seed)
-        return copy
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingMask:
@@ -164,6 +156,7 @@ class GenerateRequest:
     """One sample wanted from a text engine.
 
     prompt_ids: [P] the prompt's tokens
+    seed: in place of the sampling's, which all requests of a run have in common: so it travels once in a message
     prefix: what an earlier, interrupted try of the same generation already sampled; it counts towards `max_tokens`
     group_id: siblings share it, so that the engine computes their prompt once
     keep_kv: save its keys and values whenever it is aborted, by a weight swap too, as `abort(keep_kv=True)` does
@@ -174,6 +167,7 @@ class GenerateRequest:
     group_id: str
     prompt_ids: Array
     sampling: SamplingParams
+    seed: int | None = None
     prefix: Generation | None = None
     keep_kv: bool = False
     kv_handle: str | None = None

@@ -319,12 +319,14 @@ class TokenRollout:
         restarts: int,
         *,
         sampling: SamplingParams | None = None,
+        seed: int | None = None,
         ask: Callable[[GenerateRequest], Awaitable[Generation]] | None = None,
     ) -> Generation:
-        """One generation through failures and interruptions, within one budget of tokens. `sampling` and `ask` stand in
-        for the run's own and for `engine.generate`."""
+        """One generation through failures and interruptions, within one budget of tokens. `sampling`, `seed` and `ask` stand
+        in for the run's own, for the member's and for `engine.generate`."""
         ask = ask or self.engine.generate
-        sampling = sampling or self.sampling.with_seed(member_seed(self.seed, lease.index, index, turn))
+        sampling = sampling or self.sampling
+        seed = member_seed(self.seed, lease.index, index, turn) if seed is None else seed
         attempt, failed = restarts, 0
         while True:
             request = GenerateRequest(
@@ -334,6 +336,7 @@ class TokenRollout:
                 group_id=lease.lease_id,
                 prompt_ids=prompt,
                 sampling=sampling,
+                seed=seed,
                 prefix=prefix,
                 keep_kv=self.partial.keep_kv,
                 kv_handle=prefix.kv_handle if prefix is not None and self.partial.keep_kv else None,

@@ -282,7 +282,7 @@ class ClientRollout(TokenRollout):
             seed = member_seed(self.seed if sampling.seed is None else sampling.seed, lease.index, index, turn)
         ask = _Streamed(self.engine, report) if report is not None else None
         ids = np.array(prompt, np.int64)
-        work = self._turn(lease, index, turn, ids, None, 0, sampling=replace(sampling, seed=seed), ask=ask)
+        work = self._turn(lease, index, turn, ids, None, 0, sampling=sampling, seed=seed, ask=ask)
         try:
             return await self.held(session, work)
         except RolloutDropped as error:

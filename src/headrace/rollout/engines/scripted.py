@@ -16,7 +16,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import NormalDist
 from typing import Any
@@ -33,7 +33,6 @@ from headrace.types import (
     FinishReason,
     GenerateRequest,
     Generation,
-    SamplingParams,
     WeightTicket,
 )
 
@@ -202,7 +201,7 @@ class ScriptedEngine:
 
     def _length(self, request: GenerateRequest) -> int:
         costs, most = self.costs, request.sampling.max_tokens
-        seed = _drawn_by(request).seed or 0
+        seed = _seed_of(request)
         if costs.runaway and uniform(seed + 1) < costs.runaway:
             return most
         spread = costs.length_sigma * NORMAL.inv_cdf(uniform(seed))
@@ -293,7 +292,7 @@ class ScriptedEngine:
     def _result(self, one: _Running, reason: FinishReason) -> Generation:
         prefix, total = one.request.prefix, self._sampled(one) if reason == "abort" else one.length
         own = total - one.kept
-        start = (_drawn_by(one.request).seed or 0) % 1_000_003
+        start = _seed_of(one.request) % 1_000_003
         token_ids, versions = (np.arange(one.kept, total) + start) * 7919 % 99 + 1, self._versions(one, own)
         logprobs = np.full(own, -1.0, np.float32)
         if prefix is not None:
@@ -305,7 +304,9 @@ class ScriptedEngine:
             logprobs=logprobs,
             policy_versions=versions,
             finish_reason=reason,
-            sampling=_drawn_by(one.request),
+            sampling=replace(one.request.sampling, seed=_seed_of(one.request))
+            if reason == "abort"
+            else one.request.sampling,
         )
 
     def _versions(self, one: _Running, own: int) -> np.ndarray:
@@ -435,9 +436,11 @@ class ScriptedEngine:
             self.context.record(span)
 
 
-def _drawn_by(request: GenerateRequest) -> SamplingParams:
-    """Whose seed decides: that of the first try, so that an answer which was cut and sent back stays the same answer."""
-    return request.prefix.sampling if request.prefix is not None else request.sampling
+def _seed_of(request: GenerateRequest) -> int:
+    """That of the first try, so that an answer which was cut and sent back stays the same answer."""
+    if request.prefix is not None and request.prefix.sampling.seed is not None:
+        return request.prefix.sampling.seed
+    return (request.sampling.seed if request.seed is None else request.seed) or 0
 
 
 NORMAL = NormalDist()

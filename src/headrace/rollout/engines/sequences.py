@@ -210,6 +210,8 @@ def _ids_of(given: Any, what: str, vocab_size: int) -> list[int]:
 
 def _seed_of(request: GenerateRequest) -> int:
     """The request's seed; without one, a number that stays the same when the same member is tried again."""
+    if request.seed is not None:
+        return request.seed
     if request.sampling.seed is not None:
         return request.sampling.seed
     key = request.key
