@@ -142,7 +142,8 @@ def panel_product(typing, x, row, column, weights, panel, out, outputs, rows, fi
                 soon = pointer(builder, ahead, _byte, builder.mul(index, step))
                 # In the first cache they would take the place of the rows that all panels are multiplied with.
                 _fetch(builder, soon, cache=2)
-                _fetch(builder, builder.gep(soon, [builder.ashr(step, number(1))]), cache=2)
+                with builder.if_then(builder.icmp_signed(">", step, number(4 * LINE))):
+                    _fetch(builder, builder.gep(soon, [builder.ashr(step, number(1))]), cache=2)
                 where = pointer(builder, weights, element, builder.mul(index, panel))
                 parts = [_weights(builder, form, builder.gep(where, [number(part * LANES)])) for part in range(2)]
                 more = []

@@ -87,17 +87,21 @@ def test_a_killed_trainer_ends_the_run_and_resume_finishes_it(lab):
 
 @pytest.mark.slow
 def test_a_killed_controller_leaves_no_process_and_resume_finishes_the_run(lab):
+    lab.hold("r", 4)
     running = lab.start(*SEPARATE, "training.steps=12")
     running.until(lambda: (running.folder / "checkpoints" / "step_000002" / "manifest.json").exists())
-    for _ in range(2):
+    for steps in (6, 8):
         time.sleep(random.random() * 0.3)
         workers = running.workers()
         assert len(workers) >= 3
         running.kill()
         assert gone(workers), "workers outlive their controller"
+        lab.hold("r", steps)
+        before = running.said("checkpoint checkpoints")
         running = lab.start(resume="r")
-        running.until(lambda running=running: running.said("checkpoint checkpoints") > 2)
+        running.until(lambda running=running, before=before: running.said("checkpoint checkpoints") > before)
     running.end()
+    lab.let_go()
     _finishes(lab)
 
 
@@ -148,13 +152,32 @@ def test_a_stop_signal_ends_with_a_checkpoint_and_resume_does_the_rest(lab, whol
     assert resumed.counts["trained"] == (steps + 2) * 4
 
 
+STANDS = """
+import pathlib
+import time
+
+from headrace.training.losses import LOSSES
+
+
+def stands(inputs):
+    while pathlib.Path("hold").exists():
+        pathlib.Path("stands").touch()
+        time.sleep(0.02)
+    return LOSSES["clipped"](inputs)
+"""
+
+
 @pytest.mark.slow
 def test_ctrl_c_twice_and_ctrl_c_before_the_run_began(lab):
-    lab.config(reward="slow")
-    running = lab.start("training.steps=60", "rollout.oversample=8")
+    """The second one ends a run whose step in hand does not."""
+    (lab.folder / "loss.py").write_text(STANDS)
+    running = lab.start("placement=separate", "training.steps=100_000", "training.loss.function=loss.py:stands")
     running.until_step(1)
+    (lab.folder / "hold").touch()
+    running.until((lab.folder / "stands").exists)
     running.process.send_signal(signal.SIGINT)
-    time.sleep(0.05)
+    time.sleep(0.2)
+    assert running.process.poll() is None, "it waits for the step in hand"
     running.process.send_signal(signal.SIGINT)
     ran = running.wait()
     assert ran.code == 130 and "Traceback" not in ran.err, ran.err
