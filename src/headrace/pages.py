@@ -7,9 +7,9 @@ cleared anew each time.
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import math
-import sys
+import mmap
 from collections.abc import Sequence
 
 import torch
@@ -17,27 +17,36 @@ import torch
 LARGE = 1 << 21
 """Bytes of a large page of x86 and ARM processors."""
 _LINE = 64
-_ADVISE_LARGE = 14
-"""MADV_HUGEPAGE of Linux."""
 
 
 class LargePages:
-    """A piece of memory to be shared out. What was taken lives on when this is gone; what was not costs nothing."""
+    """A piece of memory to be shared out, made when something is taken first. What was taken lives on when this is gone; what
+    was not costs nothing."""
 
     def __init__(self, size: int) -> None:
         """size: in bytes"""
-        memory = torch.empty(size + 2 * LARGE, dtype=torch.uint8)
-        self._memory = memory[-memory.data_ptr() % LARGE :]
+        self._size = size
+        self._memory: torch.Tensor | None = None
         self._taken = 0
-        if sys.platform == "linux":  # where the system does not take the advice, pages stay small
-            whole = self._memory.numel() // LARGE * LARGE
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(self._memory.data_ptr()), ctypes.c_size_t(whole), _ADVISE_LARGE)
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Not cleared. From elsewhere when nothing is left."""
+        """Not cleared. From elsewhere when nothing is left, or the system gives no such memory."""
         size = math.prod(shape) * dtype.itemsize
         start = self._taken + -self._taken % _LINE
-        if start + size > self._memory.numel():
-            return torch.empty(*shape, dtype=dtype)
-        self._taken = start + size
-        return self._memory[start : self._taken].view(dtype).view(*shape)
+        if size and start + size <= self._size:
+            with contextlib.suppress(OSError, ValueError, RuntimeError):
+                if self._memory is None:
+                    self._memory = _in_large_pages(self._size)
+                self._taken = start + size
+                return self._memory[start : start + size].view(dtype).view(*shape)
+        return torch.empty(*shape, dtype=dtype)
+
+
+def _in_large_pages(size: int) -> torch.Tensor:
+    """[size] bytes that begin with a large page; where the system does not take the advice, pages stay small."""
+    memory = mmap.mmap(-1, size + LARGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if advice := getattr(mmap, "MADV_HUGEPAGE", None):
+        with contextlib.suppress(OSError):
+            memory.madvise(advice)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    return whole[-whole.data_ptr() % LARGE :][:size]

@@ -177,6 +177,11 @@ class GenerateRequest:
     def request_id(self) -> str:
         return str(self.key)
 
+    @property
+    def drawn_by(self) -> int | None:
+        """The seed that counts."""
+        return self.sampling.seed if self.seed is None else self.seed
+
 
 @travels
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -130,3 +130,14 @@ async def test_one_answer_ends_the_episode() -> None:
     answered = await environment.step(generation)
     assert answered.done and not list(answered.prompt_ids)
     await environment.close()
+
+
+@pytest.mark.parametrize("limits", [{"truncation": True, "max_length": 2}, {"padding": "max_length", "max_length": 6}])
+def test_limits_that_others_set_on_the_tokenizer_are_not_the_prompts(limits):
+    tokenizer = make_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    environment = SingleTurn(tokenizer, TasksConfig())
+    expected = list(tokenizer("a b a b", add_special_tokens=False)["input_ids"])
+    tokenizer("a b a b", **limits)
+    assert environment.encode("a b a b") == expected and len(expected) > 2
+    assert environment.decode(expected) == tokenizer.decode(expected, skip_special_tokens=True)

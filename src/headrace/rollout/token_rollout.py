@@ -322,8 +322,8 @@ class TokenRollout:
         seed: int | None = None,
         ask: Callable[[GenerateRequest], Awaitable[Generation]] | None = None,
     ) -> Generation:
-        """One generation through failures and interruptions, within one budget of tokens. `sampling`, `seed` and `ask` stand
-        in for the run's own, for the member's and for `engine.generate`."""
+        """One generation through failures and interruptions, within one budget of tokens. `sampling`, `seed` (which goes before
+        the sampling's own) and `ask` stand in for the run's, for the member's and for `engine.generate`."""
         ask = ask or self.engine.generate
         sampling = sampling or self.sampling
         seed = member_seed(self.seed, lease.index, index, turn) if seed is None else seed

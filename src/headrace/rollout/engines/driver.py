@@ -42,7 +42,7 @@ class EngineDriver:
         self._news: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
         """What the thread has to say in each loop, once it is through with the command or the pass in hand."""
         self._failure: Exception | None = None
-        self._closed = False
+        self._closing = self._closed = False
         if not inline:
             stand_back = partial(_stand_back, min(threads, 1), lambda: bool(core.running) and core.ready)
             self._beside = ThreadPoolExecutor(1, f"{core.context.name}-weights", stand_back)
@@ -75,7 +75,8 @@ class EngineDriver:
 
     async def ended(self) -> list[tuple[str, Generation | HeadraceError]]:
         while not self._ends:
-            self._check()
+            if self._closed or not self._closing:
+                self._check()
             await self._has_ended.wait()
         ends, self._ends = self._ends, []
         return ends
@@ -118,13 +119,21 @@ class EngineDriver:
         """Hand a request to the core, whose thread this is; `end` is called in the loop."""
 
         def tell(sequence: Running, error: Exception | None) -> None:
-            self._into(loop, lambda: end(self._as_ours(error) if error is not None else sequence.generation()))
+            self._into(loop, lambda: end(self._result(sequence, error)))
 
         try:
             self._check()
             self.core.submit(request, tell, report)
         except Exception as error:
             self._into(loop, partial(end, self._as_ours(error)))
+
+    def _result(self, sequence: Running, error: Exception | None) -> Generation | HeadraceError:
+        if error is None:
+            try:
+                return sequence.generation()
+            except Exception as raised:
+                error = raised
+        return self._as_ours(error)
 
     def _as_ours(self, error: Exception) -> HeadraceError:
         if isinstance(error, HeadraceError):
@@ -201,11 +210,12 @@ class EngineDriver:
 
     async def close(self) -> None:
         """Hand back what runs and end the thread."""
-        if self._closed:
+        if self._closing:
             return
+        self._closing = True  # from here on nothing is taken on: it would be left behind
         with contextlib.suppress(HeadraceError):
-            await self._call(lambda: self.core.fail_all(PartFailed("the engine was closed")))
-            await self._call(self.core.flush_events)
+            await self._command(lambda: self.core.fail_all(PartFailed("the engine was closed")))
+            await self._command(self.core.flush_events)
         self._closed = True
         self._has_ended.fire()
         if self._thread is not None:
@@ -221,6 +231,9 @@ class EngineDriver:
     async def _call(self, work: Callable[[], T]) -> T:
         """Run `work` on the core between two passes."""
         self._check()
+        return await self._command(work)
+
+    async def _command(self, work: Callable[[], T]) -> T:
         if self.inline:
             result = work()
             self._wake_drained()
@@ -242,7 +255,7 @@ class EngineDriver:
 
     def _post(self, work: Callable[[], Any]) -> None:
         """As `_call`, without waiting or caring."""
-        if self._closed or self._failure is not None:
+        if self._closing or self._failure is not None:
             return
         if self.inline:
             work()
@@ -254,7 +267,7 @@ class EngineDriver:
     def _check(self) -> None:
         if self._failure is not None:
             raise PartFailed(f"{self.core.context.name} has failed: {self._failure}") from self._failure
-        if self._closed:
+        if self._closing:
             raise PartFailed(f"{self.core.context.name} is closed")
 
     def _into(self, loop: asyncio.AbstractEventLoop, apply: Callable[[], None]) -> None:
@@ -326,7 +339,10 @@ def _stand_back(threads: int, busy: Callable[[], bool]) -> None:
 
 def _say(words: list[Callable[[], None]]) -> None:
     for word in words:
-        word()
+        try:
+            word()
+        except Exception as error:  # what the others wait for is still to be said
+            asyncio.get_running_loop().call_exception_handler({"message": "an engine's news", "exception": error})
 
 
 def _resolve(future: asyncio.Future[None]) -> None:

@@ -440,7 +440,7 @@ def _seed_of(request: GenerateRequest) -> int:
     """That of the first try, so that an answer which was cut and sent back stays the same answer."""
     if request.prefix is not None and request.prefix.sampling.seed is not None:
         return request.prefix.sampling.seed
-    return (request.sampling.seed if request.seed is None else request.seed) or 0
+    return request.drawn_by or 0
 
 
 NORMAL = NormalDist()

@@ -210,10 +210,8 @@ def _ids_of(given: Any, what: str, vocab_size: int) -> list[int]:
 
 def _seed_of(request: GenerateRequest) -> int:
     """The request's seed; without one, a number that stays the same when the same member is tried again."""
-    if request.seed is not None:
-        return request.seed
-    if request.sampling.seed is not None:
-        return request.sampling.seed
+    if request.drawn_by is not None:
+        return request.drawn_by
     key = request.key
     digest = hashlib.blake2b(f"{key.lease_id}/{key.member}.{key.turn}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")

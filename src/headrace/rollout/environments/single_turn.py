@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -128,9 +129,10 @@ def _plain_codec(tokenizer: Any) -> tuple[Callable[[str], list[int]], Callable[[
         for name in ("__call__", "_encode_plus", "decode", "_decode")
     )
     if compiled:
-        backend = tokenizer.backend_tokenizer
+        backend = copy.deepcopy(tokenizer.backend_tokenizer)  # on which other callers' limits and padding stay
         backend.no_truncation()
         backend.no_padding()
+        backend.encode_special_tokens = bool(getattr(tokenizer, "split_special_tokens", False))
         return (
             lambda text: backend.encode(text, add_special_tokens=False).ids,
             lambda ids: backend.decode(ids, skip_special_tokens=True),

@@ -113,10 +113,11 @@ class NativeCore(Core):
         if self.fixed:
             for piece in pieces:
                 self._run_pass([piece], [])
+        decoded = 0
         if decoding or (pieces and not self.fixed):
-            self._run_pass([] if self.fixed else pieces, decoding)
+            decoded = self._run_pass([] if self.fixed else pieces, decoding)
         took, rows = time.perf_counter() - start, sum(count for _, count in pieces)
-        share = rows / max(rows + len(decoding), 1)
+        share = rows / max(rows + decoded, 1)
         self.prefill_s += took * share
         self.decode_s += took * (1 - share)
 
@@ -134,8 +135,8 @@ class NativeCore(Core):
             return min(left, FIXED_PREFILL - sequence.kv_length % FIXED_PREFILL)
         return len(sequence.ids) - sequence.kv_length
 
-    def _run_pass(self, pieces: list[Piece], decoding: list[Sequence]) -> None:
-        """One forward pass; every sequence whose last token was in it draws its next one."""
+    def _run_pass(self, pieces: list[Piece], decoding: list[Sequence]) -> int:
+        """One forward pass; every sequence whose last token was in it draws its next one. How many rows decoded."""
         mixed = any(one.under is not None for one in decoding)
         if mixed:
             decoding = sorted(decoding, key=newest_first)
@@ -148,6 +149,7 @@ class NativeCore(Core):
         logits = self.weights.forward(batch, self.store)
         self._copy_to_twins(decoding, firsts, places)
         self._take(pieces, decoding, places, batch, logits)
+        return len(firsts)
 
     def _copy_to_twins(self, decoding: list[Sequence], firsts: list[Sequence], places: list[int]) -> None:
         """The new keys and values of a row to all whose token it was: from here on they may part."""
@@ -283,17 +285,23 @@ class NativeCore(Core):
 
     def _give_blocks(self, sequence: Sequence, match: Match) -> bool:
         """Blocks for all tokens of a sequence, shared where they are known. False when there is no room."""
-        wanted = -(-len(sequence.ids) // self.block_size)
+        count = -(-len(sequence.ids) // self.block_size) - len(match.blocks)
         # Held before allocating: making room may forget the very blocks that are about to be shared.
-        shared = match.blocks + [match.tail] * (match.tail_tokens > 0)
-        self.table.hold(shared)
-        own = self._allocate(wanted - len(match.blocks))
-        if own is not None and match.tail_tokens:
-            self.tails.copy_later(match.tail, own[0], match.tail_tokens)
-        self.table.release(shared if own is None else shared[len(match.blocks) :])
+        self.table.hold(match.blocks)
+        tail = [match.tail] * (match.tail_tokens > 0)
+        self.table.hold(tail)
+        own = self._allocate(count)
+        if own is None and tail:  # what it would copy from may be the last block that there is
+            self.table.release(tail)
+            own, tail = self._allocate(count), []
         if own is None:
+            self.table.release(match.blocks + tail)
             return False
-        sequence.blocks, sequence.kv_length = match.blocks + own, match.length(self.block_size)
+        if tail:
+            self.tails.copy_later(match.tail, own[0], match.tail_tokens)
+            self.table.release(tail)
+        sequence.blocks = match.blocks + own
+        sequence.kv_length = len(match.blocks) * self.block_size + len(tail) * match.tail_tokens
         return True
 
     def _allocate(self, count: int) -> list[int] | None:
@@ -304,28 +312,36 @@ class NativeCore(Core):
         return got
 
     def _make_room(self, decoding: list[Sequence]) -> list[Sequence]:
-        """A place for each next token, one for all of a history, oldest first; the newest are preempted for it. A block that
-        several were filling stays with the first history that goes on in it, and the others get copies."""
+        """A place for each next token, one for all of a history; the newest sequences are preempted for it.
+
+        decoding: oldest first, so that nobody is preempted who has got a place. A block that several were filling stays with the
+        first history that goes on in it, and the others get copies.
+        """
         before = self.preemptions
-        filled: dict[int, int] = {}
-        opened: dict[int, int] = {}
+        whose: dict[int, int] = {}
+        """Block that is filled further -> the history that does so."""
+        place: dict[int, int] = {}
+        """History -> block that it goes on in."""
         for sequence in decoding:
             if not sequence.blocks:
                 continue  # preempted for an older one
             history = sequence.history or -1 - sequence.arrival
             at, inside = divmod(sequence.kv_length, self.block_size)
-            if at < len(sequence.blocks) and filled.setdefault(sequence.blocks[at], history) == history:
+            last = sequence.blocks[at] if at < len(sequence.blocks) else None
+            if last is not None and whose.setdefault(last, history) == history:
+                place.setdefault(history, last)
                 continue
-            if history in opened:
-                self.table.hold([opened[history]])
-            elif (block := self._next_block(sequence)) is None:
-                continue
+            if history in place:
+                self.table.hold([place[history]])
             else:
-                opened[history] = block
-                if inside:
-                    self.tails.copy_later(sequence.blocks[at], block, inside)
+                block = self._next_block(sequence)
+                if block is None:
+                    continue
+                if last is not None:
+                    self.tails.copy_later(last, block, inside)
+                place[history] = block
             self.table.release(sequence.blocks[at:])
-            sequence.blocks[at:] = [opened[history]]
+            sequence.blocks[at:] = [place[history]]
         self.tails.copy()
         return decoding if self.preemptions == before else [one for one in decoding if one.blocks]
 
