@@ -348,13 +348,6 @@ MUTANTS = [
         ("tests/rollout/engines/test_siblings.py",),
     ),
     Mutant(
-        "a sequence that began anew has its old history",
-        "rollout/engines/core.py",
-        "        sequence.history = 0\n",
-        "",
-        ("tests/rollout/engines/test_siblings.py",),
-    ),
-    Mutant(
         "a decoding row does not see its newest token",
         "rollout/engines/native/attention.py",
         "counts.append(self.lengths)\n",

@@ -23,8 +23,8 @@ from training.helpers import context
 SPACES = Spaces((Leaf("obs", "vector", (3,), "float32"),), ActionSpec("discrete", (), (2,), (0,)))
 
 
-async def device(algorithm=AlgorithmConfig(), policy=PolicyConfig(hidden=(8,)), **training) -> ControlDevice:
-    torch.set_num_threads(1)
+async def device(algorithm=AlgorithmConfig(), policy=PolicyConfig(hidden=(8,)), cores=1, **training) -> ControlDevice:
+    torch.set_num_threads(cores)
     config = TrainingConfig(optimizer=OptimizerConfig(lr=0.01), **training)
     made = ControlDevice(context(None), config, algorithm, policy, None, 0)
     await made.begin(SPACES)
@@ -135,8 +135,8 @@ async def test_shares_of_all_cores_add_up_to_the_same_gradient_again_and_again(m
     monkeypatch.setattr(step_rows, "ROWS_WORTH_A_CORE", 1)
     batch, results = steps(seed=3), []
     for cores in (1, 3, 3):
-        made = await device(minibatches=minibatches, policy=PolicyConfig(hidden=(8,), shared=shared))
-        torch.set_num_threads(cores)
+        made = await device(minibatches=minibatches, policy=PolicyConfig(hidden=(8,), shared=shared), cores=cores)
+        assert made._cores == cores
         if kept:
             acted_out(made, batch)
         metrics = await made.update(batch)
