@@ -321,14 +321,14 @@ MUTANTS = [
     ),
     Mutant(
         "siblings that part go on in one block",
-        "rollout/engines/native/core.py",
+        "rollout/engines/native/siblings.py",
         "whose.setdefault(last, history) == history:",
         "whose.setdefault(last, history):",
         ("tests/rollout/engines/test_siblings.py",),
     ),
     Mutant(
         "who needs the whole store waits for the block that it would copy",
-        "rollout/engines/native/core.py",
+        "rollout/engines/native/siblings.py",
         "if own is None and tail:",
         "if False:",
         ("tests/rollout/engines/test_siblings.py",),

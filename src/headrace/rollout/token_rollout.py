@@ -66,13 +66,12 @@ class Transcript:
     def sample(self, sample_id: str) -> TokenSample:
         token_ids = np.concatenate(self.token_ids, dtype=np.int64)
         loss_mask, logprobs = np.zeros(len(token_ids), np.int8), np.zeros(len(token_ids), np.float32)
-        versions = np.empty(len(token_ids), np.int64)
-        versions.fill(NO_VERSION)
+        versions = np.full(len(token_ids), NO_VERSION, np.int64)
         for start, one in self.sampled:
-            stop = start + len(one.token_ids)
-            loss_mask[start:stop] = 1
-            logprobs[start:stop] = one.logprobs
-            versions[start:stop] = one.policy_versions
+            span = slice(start, start + len(one.token_ids))
+            loss_mask[span] = 1
+            logprobs[span] = one.logprobs
+            versions[span] = one.policy_versions
         last = self.sampled[-1][1]
         masks = [one.sampling_mask for _, one in self.sampled]
         return TokenSample(

@@ -51,7 +51,7 @@ def without_sharing(engine):
 
 def nothing_is_held(engine) -> bool:
     table = engine.core.table
-    return table.room == table.total and not any(table.counts) and not engine.core.tails.waiting
+    return table.room == table.total and not any(table.counts) and not engine.core.places.waiting
 
 
 async def run(engine, requests):

@@ -75,7 +75,7 @@ class EngineDriver:
 
     async def ended(self) -> list[tuple[str, Generation | HeadraceError]]:
         while not self._ends:
-            if self._closed or not self._closing:
+            if self._closed or not self._closing:  # one that closes still tells the ends of what it had
                 self._check()
             await self._has_ended.wait()
         ends, self._ends = self._ends, []

@@ -17,10 +17,10 @@ from headrace.rollout.engines.models import ModelFacts
 from headrace.rollout.engines.native.adapters import AdaptedWeights, base_of, newest_first, older_rows, read_adapter
 from headrace.rollout.engines.native.attention import KeyValues, Pass
 from headrace.rollout.engines.native.batches import FIXED_PREFILL, Batcher, Piece
-from headrace.rollout.engines.native.blocks import NO_MATCH, BlockTable, Computing, Match
+from headrace.rollout.engines.native.blocks import NO_MATCH, BlockTable, Computing
 from headrace.rollout.engines.native.generic import ROUTES
 from headrace.rollout.engines.native.saves import Saved, Saves
-from headrace.rollout.engines.native.siblings import Histories, Tails, distinct
+from headrace.rollout.engines.native.siblings import Histories, Places, distinct
 from headrace.rollout.engines.sampling import Draw, Drawn
 from headrace.rollout.engines.sequences import Sequence
 from headrace.types import NO_VERSION
@@ -71,7 +71,7 @@ class NativeCore(Core):
         self.fixed = engine.deterministic
         self.prefill_tokens = engine.prefill_tokens
         self.save_preempted = engine.preemption == "save"
-        self.tails = Tails(self.table, self.store)
+        self.places = Places(self.table, self.store)
         room = engine.kv_saved_mb * 1_000_000
         self.saves = Saves(context.name, f"{facts.mark}/{dtype}", room, engine.kv_folder)
 
@@ -218,7 +218,7 @@ class NativeCore(Core):
         finally:  # whatever failed: a sequence is in one place, and no block waits to be copied
             self.waiting = [one for one in self.waiting if one not in admitted]
             self.running.sort(key=lambda one: one.arrival)
-            self.tails.copy()
+            self.places.copy()
         if drawing:
             routes = [end.routes for _, end in drawing]
             logits = torch.stack([end.logits for _, end in drawing])
@@ -244,7 +244,7 @@ class NativeCore(Core):
             known = sequence.ids[: sequence.prompt_length] if self.fixed else sequence.ids
             held_back = sequence.saved or sequence.request.kv_handle
             if held_back:
-                self.tails.copy()  # which leaves as much room as there is
+                self.places.copy()  # which leaves as much room as there is
             if held_back and self.table.room < -(-len(sequence.ids) // self.block_size):
                 break
             saved = self._saved(sequence) if held_back else None
@@ -255,9 +255,8 @@ class NativeCore(Core):
                     waited_for.add(prompt)
                 continue
             if match.end and (mate := mates.get(match.end.history)):
-                self.table.hold(mate.blocks)
-                sequence.blocks, sequence.kv_length = list(mate.blocks), mate.kv_length
-            elif not self._give_blocks(sequence, match):
+                self.places.share(sequence, mate)
+            elif not self.places.give(sequence, match):
                 break
             if saved:
                 self._restore(sequence, saved)
@@ -283,76 +282,15 @@ class NativeCore(Core):
             return False
         return computing.has(ids, min(known - known % self.block_size + self.block_size, len(ids)))
 
-    def _give_blocks(self, sequence: Sequence, match: Match) -> bool:
-        """Blocks for all tokens of a sequence, shared where they are known. False when there is no room."""
-        count = -(-len(sequence.ids) // self.block_size) - len(match.blocks)
-        # Held before allocating: making room may forget the very blocks that are about to be shared.
-        self.table.hold(match.blocks)
-        tail = [match.tail] * (match.tail_tokens > 0)
-        self.table.hold(tail)
-        own = self._allocate(count)
-        if own is None and tail:  # what it would copy from may be the last block that there is
-            self.table.release(tail)
-            own, tail = self._allocate(count), []
-        if own is None:
-            self.table.release(match.blocks + tail)
-            return False
-        if tail:
-            self.tails.copy_later(match.tail, own[0], match.tail_tokens)
-            self.table.release(tail)
-        sequence.blocks = match.blocks + own
-        sequence.kv_length = len(match.blocks) * self.block_size + len(tail) * match.tail_tokens
-        return True
-
-    def _allocate(self, count: int) -> list[int] | None:
-        got = self.table.allocate(count)
-        if got is None and self.tails.waiting:
-            self.tails.copy()  # after which what they are copied from is not held for that
-            got = self.table.allocate(count)
-        return got
-
     def _make_room(self, decoding: list[Sequence]) -> list[Sequence]:
-        """A place for each next token, one for all of a history; the newest sequences are preempted for it.
-
-        decoding: oldest first, so that nobody is preempted who has got a place. A block that several were filling stays with the
-        first history that goes on in it, and the others get copies.
-        """
+        """A place for each next token; the newest sequences are preempted for those of older ones."""
         before = self.preemptions
-        whose: dict[int, int] = {}
-        """Block that is filled further -> the history that does so."""
-        place: dict[int, int] = {}
-        """History -> block that it goes on in."""
-        for sequence in decoding:
-            if not sequence.blocks:
-                continue  # preempted for an older one
-            history = sequence.history or -1 - sequence.arrival
-            at, inside = divmod(sequence.kv_length, self.block_size)
-            last = sequence.blocks[at] if at < len(sequence.blocks) else None
-            if last is not None and whose.setdefault(last, history) == history:
-                place.setdefault(history, last)
-                continue
-            if history in place:
-                self.table.hold([place[history]])
-            else:
-                block = self._next_block(sequence)
-                if block is None:
-                    continue
-                if last is not None:
-                    self.tails.copy_later(last, block, inside)
-                place[history] = block
-            self.table.release(sequence.blocks[at:])
-            sequence.blocks[at:] = [place[history]]
-        self.tails.copy()
+        self.places.extend(decoding, self._preempt_newest)
         return decoding if self.preemptions == before else [one for one in decoding if one.blocks]
 
-    def _next_block(self, sequence: Sequence) -> int | None:
-        """None: it was preempted itself."""
-        while sequence.blocks:
-            if got := self._allocate(1):
-                return got[0]
-            self.preemptions += 1
-            self._preempt(max(self.running, key=lambda one: one.arrival))
-        return None
+    def _preempt_newest(self) -> None:
+        self.preemptions += 1
+        self._preempt(max(self.running, key=lambda one: one.arrival))
 
     def _preempt(self, sequence: Sequence) -> None:
         handle = self.save(sequence) if self.save_preempted else None
