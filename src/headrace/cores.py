@@ -38,15 +38,24 @@ def work_beside(busy: Callable[[], bool]) -> None:
 
 
 def copy_beside(into: torch.Tensor, source: torch.Tensor) -> None:
-    """into = source. A thread that works beside passes does so in pieces, and rests after each for as long as it took."""
-    busy = getattr(_thread, "busy", None)
-    if busy is None or into.numel() <= _PIECE // 4:
+    """into = source, as `in_pieces` does it."""
+    if into.dim() == 0:
         into.copy_(source)
+    else:
+        in_pieces(into.shape[0], into.numel(), lambda first, last: into[first:last].copy_(source[first:last]))
+
+
+def in_pieces(rows: int, numbers: int, work: Callable[[int, int], object]) -> None:
+    """`work(first, last)` over all rows, which hold so many numbers together. A thread that works beside passes does so in
+    pieces, and rests after each for as long as it took."""
+    busy = getattr(_thread, "busy", None)
+    if busy is None or numbers <= _PIECE // 4:
+        work(0, rows)
         return
-    rows = max(1, _PIECE * into.shape[0] // into.numel())
-    for first in range(0, into.shape[0], rows):
+    piece = max(1, _PIECE * rows // numbers)
+    for first in range(0, rows, piece):
         began = time.perf_counter()
-        into[first : first + rows].copy_(source[first : first + rows])
+        work(first, min(first + piece, rows))
         if busy():
             time.sleep(time.perf_counter() - began)
 

@@ -46,7 +46,7 @@ def pointer(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type, *offsets: i
     return where
 
 
-def _spread(builder: ir.IRBuilder, value: ir.Value, kind: ir.VectorType) -> ir.Value:
+def spread(builder: ir.IRBuilder, value: ir.Value, kind: ir.VectorType) -> ir.Value:
     """One number in all places of a vector."""
     one = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(INT, 0))
     nowhere = ir.Constant(ir.VectorType(INT, kind.count), [0] * kind.count)
@@ -59,7 +59,7 @@ def multiply_add(builder: ir.IRBuilder, kind: ir.VectorType, *values: ir.Value) 
     return builder.call(fma, values)
 
 
-def _fetch(builder: ir.IRBuilder, where: ir.Value, cache: int = 1) -> None:
+def fetch(builder: ir.IRBuilder, where: ir.Value, cache: int = 1) -> None:
     """Ask for a cache line that is read soon; into the first cache, or only the second one."""
     byte = _byte.as_pointer()
     function = ir.FunctionType(ir.VoidType(), [byte, INT, INT, INT])
@@ -141,15 +141,15 @@ def panel_product(typing, x, row, column, weights, panel, out, outputs, rows, fi
             def add(index, sums, xs=xs):
                 soon = pointer(builder, ahead, _byte, builder.mul(index, step))
                 # In the first cache they would take the place of the rows that all panels are multiplied with.
-                _fetch(builder, soon, cache=2)
+                fetch(builder, soon, cache=2)
                 with builder.if_then(builder.icmp_signed(">", step, number(4 * LINE))):
-                    _fetch(builder, builder.gep(soon, [builder.ashr(step, number(1))]), cache=2)
+                    fetch(builder, builder.gep(soon, [builder.ashr(step, number(1))]), cache=2)
                 where = pointer(builder, weights, element, builder.mul(index, panel))
                 parts = [_weights(builder, form, builder.gep(where, [number(part * LANES)])) for part in range(2)]
                 more = []
                 for start, *totals in zip(xs, sums[::2], sums[1::2], strict=True):
                     where = builder.gep(start, [builder.mul(index, column)])
-                    value = _spread(builder, builder.load(where), VECTOR)
+                    value = spread(builder, builder.load(where), VECTOR)
                     more += [
                         multiply_add(builder, VECTOR, value, part, total)
                         for part, total in zip(parts, totals, strict=True)
@@ -183,7 +183,7 @@ def _token(
     soon = pointer(builder, kept, FLOAT32, builder.mul(soon, stride))
 
     def ask(line, carried):
-        _fetch(builder, builder.gep(soon, [builder.mul(line, number(LINE))]))
+        fetch(builder, builder.gep(soon, [builder.mul(line, number(LINE))]))
         return carried
 
     counted(builder, number(0), ahead, [], ask)
@@ -245,7 +245,7 @@ def token_mix(typing, weights, values, slots, count, stride, out, room, ahead, s
                 for one, total in zip(group, sums, strict=True):
                     place = builder.add(builder.mul(room, number(one)), index)
                     weight = builder.load(pointer(builder, weights, FLOAT32, place))
-                    more.append(multiply_add(builder, kind, _spread(builder, weight, kind), value, total))
+                    more.append(multiply_add(builder, kind, spread(builder, weight, kind), value, total))
                 return more
 
             zeros = [ir.Constant(kind, [0.0] * size)] * len(group)

@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from headrace.exchange.channels.in_process import InProcessChannel
 from headrace.pages import LargePages
-from headrace.rollout.engines.native import compiled, kernels, llama, team
+from headrace.rollout.engines.native import compiled, kernels, llama, team, tiles
 from headrace.rollout.engines.native.linear import to_int8
 from headrace.vectors import PANEL
 from rollout.engines.engine_models import ask, build_engine, build_model, endless, folder_of, prompt_of, publish, until
@@ -182,19 +182,27 @@ def test_scores_far_apart_give_no_numbers_that_take_long():
     assert out.tolist() == [[[1.0] * 8]]
 
 
+def made_product(steps, form, weight, bias=None):
+    """By panels, or with `tiles` by the matrix unit, where there is one."""
+    steps._tiled = form == "tiles"
+    product = steps.linear(form, weight, bias, None, LargePages(4 * weight.numel()))
+    assert isinstance(product, compiled.TileLinear if form == "tiles" else compiled.PanelLinear)
+    return product
+
+
 @given(
-    rows=st.integers(1, 70), outputs=st.integers(1, 5 * PANEL) | st.sampled_from([PANEL, 4 * PANEL]), inputs=st.sampled_from([1, 3, 64, 2047, 2049, 5000]),
-    threads=st.integers(1, 3), form=st.sampled_from(["packed", "bfloat16", "int8"]), biased=st.booleans(),
+    rows=st.integers(1, 70) | st.sampled_from([128, 129, 300]), outputs=st.integers(1, 5 * PANEL) | st.sampled_from([PANEL, 4 * PANEL]), inputs=st.sampled_from([1, 3, 64, 2047, 2049, 5000]),
+    threads=st.integers(1, 3), form=st.sampled_from(["packed", "tiles", "bfloat16", "int8"]), biased=st.booleans(),
 )  # fmt: skip
-def test_a_product_by_panels_is_that_with_its_weights(rows, outputs, inputs, threads, form, biased):
+def test_a_compiled_product_is_that_with_its_weights(rows, outputs, inputs, threads, form, biased):
     """Whatever the rows, the threads and the form; and to the bit what each row alone gives."""
+    assume(form != "tiles" or tiles.available())
     torch.manual_seed(rows)
     before = torch.get_num_threads()
     weight, x = torch.randn(outputs, inputs), torch.randn(rows, inputs)
     bias = torch.randn(outputs) if biased else None
-    steps = compiled.CompiledSteps(8, 1)
-    product = steps.linear(form, weight, bias, None, LargePages(4 * weight.numel()))
-    assert isinstance(product, compiled.PanelLinear)
+    steps = compiled.CompiledSteps(8, 1, form)
+    product = made_product(steps, form, weight, bias)
     try:
         torch.set_num_threads(threads)
         with steps.gathered(1 << 40):
@@ -212,6 +220,55 @@ def test_a_product_by_panels_is_that_with_its_weights(rows, outputs, inputs, thr
         assert torch.equal(product(x[row : row + 1]), out[row : row + 1])
 
 
+@pytest.mark.parametrize("inputs", [64, 576, 1536, 100])
+@pytest.mark.parametrize("kind", ["normal", "heavy", "one outweighs", "tiny", "huge"])
+def test_the_matrix_unit_loses_no_more_than_sums_of_float32(inputs, kind):
+    """Against exact products: in all as near as sums of float32, and where one input outweighs all others, near enough."""
+    if not tiles.available():
+        pytest.skip("no matrix unit")
+    torch.manual_seed(inputs)
+    weight, x = torch.randn(96, inputs) * 0.05, torch.randn(40, inputs)
+    if kind == "heavy":
+        x = x**3
+    elif kind == "one outweighs":
+        x[:, 3] = 1000.0
+    elif kind != "normal":
+        x *= {"tiny": 1e-18, "huge": 1e18}[kind]
+    exact = x.double() @ weight.double().t()
+    size = x.double().norm(dim=1)[:, None] * weight.double().norm(dim=1) / inputs**0.5
+    by_form = {}
+    for form in ("tiles", "packed"):
+        steps = compiled.CompiledSteps(8, 1, form)
+        product = made_product(steps, form, weight)
+        by_form[form] = float((((product(x) - exact) / size) ** 2).mean().sqrt())
+    assert by_form["tiles"] < (4e-6 if kind == "one outweighs" else 2.5 * by_form["packed"] + 2e-7)
+
+
+def test_what_is_no_number_stays_none_in_the_matrix_unit():
+    if not tiles.available():
+        pytest.skip("no matrix unit")
+    weight, x = torch.randn(40, 70), torch.randn(20, 70)
+    weight[5, 1], weight[6] = float("nan"), 0.0
+    x[2, 69], x[3, 0], x[4] = float("inf"), float("nan"), 0.0
+    x[7], x[8] = 1e-38, torch.finfo(torch.float32).max
+    out = made_product(compiled.CompiledSteps(8, 1, "tiles"), "tiles", weight)(x)
+    assert out[:, 5].isnan().all()
+    assert out[[2, 3]].isnan().all()
+    rest = [i for i in range(20) if i not in (2, 3)]
+    kept = [j for j in range(40) if j != 5]
+    assert (out[:, 6][rest] == 0).all()
+    assert (out[4][kept] == 0).all()
+    ordinary = [i for i in rest if i not in (7, 8)]
+    assert torch.allclose(out[ordinary][:, kept], (x @ weight.t())[ordinary][:, kept], atol=1e-4)
+    assert (out[7][kept].abs() < 1e-36).all()
+
+
+def test_without_a_matrix_unit_products_run_by_panels(monkeypatch):
+    monkeypatch.setattr(tiles, "available", lambda: False)
+    product = compiled.CompiledSteps(8, 1).linear("packed", torch.randn(40, 70), None, None, LargePages(0))
+    assert isinstance(product, compiled.PanelLinear)
+
+
 def test_a_failure_in_a_pass_sends_the_helpers_home():
     steps, before = compiled.CompiledSteps(8, 1), torch.get_num_threads()
     torch.set_num_threads(3)
@@ -226,19 +283,22 @@ def test_a_failure_in_a_pass_sends_the_helpers_home():
         torch.set_num_threads(before)
 
 
-def test_crowded_teams_keep_their_units_apart():
+@pytest.mark.parametrize("form", ["packed", "tiles"])
+def test_crowded_teams_keep_their_units_apart(form):
     """Four teams of three on few cores, so that threads are held up everywhere, again and again; one team after the other is
     thrown away with helpers that may not have seen its end."""
     torch.manual_seed(0)
     weight, x = torch.randn(8 * PANEL, 96), torch.randn(40, 96)
-    exact = compiled.CompiledSteps(8, 1).linear("packed", weight, None, None, LargePages(0))(x).clone()
+    if form == "tiles" and not tiles.available():
+        pytest.skip("no matrix unit")
+    exact = made_product(compiled.CompiledSteps(8, 1, form), form, weight)(x).clone()
     wrong = []
 
     def work() -> None:
         torch.set_num_threads(3)
         for _ in range(15):
-            steps = compiled.CompiledSteps(8, 1)
-            product = steps.linear("packed", weight, None, None, LargePages(0))
+            steps = compiled.CompiledSteps(8, 1, form)
+            product = made_product(steps, form, weight)
             for _ in range(6):
                 with steps.gathered(1 << 40):
                     wrong.extend(1 for _ in range(20) if not torch.equal(product(x), exact))

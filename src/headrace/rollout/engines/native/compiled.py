@@ -9,9 +9,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from headrace.cores import copy_beside
+from headrace.cores import copy_beside, in_pieces
 from headrace.pages import LargePages
-from headrace.rollout.engines.native import kernels
+from headrace.rollout.engines.native import kernels, tiles
 from headrace.rollout.engines.native.linear import EVERY, Linear, relative_error, to_int8
 from headrace.rollout.engines.native.team import Team
 from headrace.vectors import BFLOAT16, FLOAT, INT8, PANEL
@@ -79,13 +79,65 @@ class PanelLinear(Linear):
         return out if width == self.outputs else out[:, : self.outputs].contiguous()
 
 
+class TileLinear(Linear):
+    """From a copy in tiles of three bytes a weight, by the processor's matrix unit: as near to the exact product as a sum in
+    float32. A row's result is the same to the bit whatever other rows there are."""
+
+    __slots__ = ("_ends", "_numbers", "outputs", "panels", "team")
+    shapes = tiles.shapes()
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, team: Team, memory: torch.Tensor | None, pages: LargePages
+    ) -> None:
+        """weight: [out, in]; memory: for the copy, if it is of its shape and type, else it is in `pages`"""
+        super().__init__(weight, bias)
+        self.team = team
+        self.outputs, inputs = weight.shape
+        depths = tiles.depths_of(inputs)
+        shape = (-(-self.outputs // tiles.COLUMNS), depths, tiles.PIECES, tiles.TILE)
+        fits = memory is not None and memory.shape == shape and memory.dtype == torch.int8
+        self.panels = memory if fits else pages.take(shape, torch.int8)
+        width = shape[0] * tiles.COLUMNS
+        scales = torch.empty(shape[0], tiles.stretches_of(depths), tiles.COLUMNS)
+        added = torch.zeros(width) if bias is None else F.pad(bias, (0, width - self.outputs))
+        self._ends = scales, added
+
+        def pack(first: int, last: int) -> None:
+            at = first * tiles.COLUMNS
+            some = weight[at : last * tiles.COLUMNS].contiguous()
+            tiles.pack(some.data_ptr(), some.shape[0], inputs, self.panels[first].data_ptr(), scales[first].data_ptr())
+
+        in_pieces(shape[0], weight.numel(), pack)
+        self._numbers = (self.panels.data_ptr(), scales.data_ptr(), added.data_ptr()), inputs, width
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        rows, (copies, inputs, width) = x.shape[0], self._numbers
+        out = self.team.room("product", rows, width)
+        blocks, depths = -(-rows // tiles.ROWS), tiles.depths_of(inputs)
+        spans, parts = tiles.spans_of(blocks), kernels.product_stretches(width // tiles.COLUMNS, self.team.threads)
+        splits = kernels.spans_of(rows)
+        height = -(-rows // blocks) if rows else 1
+        self.team.run(
+            tiles.product.address,
+            spans * parts + splits,
+            (
+                self.team.room("tiles", blocks * depths, tiles.PIECES * tiles.TILE // 4).data_ptr(),
+                self.team.room("scales", rows, tiles.stretches_of(depths)).data_ptr(), *copies, out.data_ptr(),
+                rows, inputs, width, blocks, spans, parts, self.shapes[height - 1].ctypes.data, x.data_ptr(), splits,
+            ),
+        )  # fmt: skip
+        return out if width == self.outputs else out[:, : self.outputs].contiguous()
+
+
 class CompiledSteps:
     """`llama.TorchSteps` as loops of `kernels`, by one engine's team."""
 
     def __init__(self, size: int, shared: int, form: str = "packed") -> None:
         """size: of a head; shared: heads that have one key; form: of weights, whose product is compiled here, too"""
         self._team, self._attend = Team(), kernels.attend_for(size, shared).address
-        kernels.product_for(_ROUNDED.get(form, FLOAT))
+        self._tiled = form not in _ROUNDED and tiles.available()
+        if not self._tiled:
+            kernels.product_for(_ROUNDED.get(form, FLOAT))
 
     def gathered(self, multiplications: int) -> AbstractContextManager[None]:
         return self._team.gathered(multiplications)
@@ -93,6 +145,8 @@ class CompiledSteps:
     def linear(
         self, form: str, weight: torch.Tensor, bias: torch.Tensor | None, memory: torch.Tensor | None, pages: LargePages
     ) -> Linear:
+        if self._tiled:
+            return TileLinear(weight, bias, self._team, memory, pages)
         return PanelLinear(weight, bias, form, self._team, memory, pages)
 
     def norm(self, x: torch.Tensor, due: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

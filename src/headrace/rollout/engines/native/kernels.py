@@ -40,7 +40,9 @@ _f = np.float32
 
 # What lies where on a team's board of whole numbers. Words that threads write lie in cache lines of their own.
 TAKEN, ENDED, OPEN, JOB, NUMBERS = 0, 8, 16, 24, 16
-LENGTH = JOB + NUMBERS
+SETTLED = JOB + NUMBERS
+"""Units of a job that others of it wait for and that have ended."""
+LENGTH = SETTLED + 8
 _SPANS = 8
 """Rows of a cheap step are taken in so many spans."""
 _CACHED_ROWS_BYTES, _CACHED_INPUTS = 1 << 19, 2048
@@ -274,8 +276,18 @@ def _finish(job, panel, row):
 
 
 @njit(inline="always", **OPTIONS)
+def wait_for(address, least):
+    """Until a word is as large as that."""
+    looks = 0
+    while read_word(address) < least:
+        looks += 1
+        if looks > _PATIENCE:
+            give_way()
+
+
+@njit(inline="always", **OPTIONS)
 def _take(board):
-    """Units of the job that is on, as long as there are any.
+    """Units of the job that is on, as long as there are any, those of the highest numbers first.
 
     One word says which job it is and how many of its units nobody has taken. Who takes one has read the job that it belongs
     to: the next job is not written before this one's units have all ended.
@@ -293,6 +305,7 @@ def _take(board):
 def lead(board, units):
     """All units of the job on the board, with whoever helps. board: an address"""
     taken, ended, job = board + 8 * TAKEN, board + 8 * ENDED, board + 8 * JOB
+    write_word(board + 8 * SETTLED, 0)
     if not read_word(board + 8 * OPEN):
         for unit in range(units - 1, -1, -1):
             call(read_word(job), (job, unit))
@@ -300,11 +313,7 @@ def lead(board, units):
     write_word(ended, 0)
     write_word(taken, ((read_word(taken) >> 32) + 1) << 32 | units)
     _take(board)
-    looks = 0
-    while read_word(ended) < units:
-        looks += 1
-        if looks > _PATIENCE:
-            give_way()
+    wait_for(ended, units)
 
 
 @njit(nogil=True, **OPTIONS)
