@@ -87,7 +87,12 @@ class TileLinear(Linear):
     shapes = tiles.shapes()
 
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, team: Team, memory: torch.Tensor | None, pages: LargePages
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        team: Team,
+        memory: torch.Tensor | None,
+        pages: LargePages,
     ) -> None:
         """weight: [out, in]; memory: for the copy, if it is of its shape and type, else it is in `pages`"""
         super().__init__(weight, bias)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import sys
 from functools import cache
-from typing import Any
 
 import numpy as np
 from llvmlite import ir
@@ -42,13 +41,13 @@ from headrace.vectors import (
     spread,
 )
 
-ROWS, COLUMNS, DEPTH, PIECES = 16, 16, 64, 3
+ROWS, COLUMNS, DEPTH, PIECES, LEVELS = 16, 16, 64, 3, 4
 """Of a tile: rows of one matrix, columns of the other, inputs; and bytes of a number."""
 TILE = ROWS * DEPTH
 MOST_DEPTHS = 6
 """Tiles of inputs in a stretch: those of 16 rows and 16 columns stay in the first cache."""
 _CACHED_BLOCKS = 8
-_SUMS = PIECES * ROWS * COLUMNS
+_SUMS = LEVELS * ROWS * COLUMNS
 _LARGEST = 0x7F7F00
 """What the largest number of a stretch becomes; a rounded one stays under 0x7f7f7f, the largest of three signed bytes."""
 _NOT_FINITE = 0x7F800000
@@ -142,7 +141,7 @@ def _tile_product(typing, rows, weights, depths, sums, ahead, step):
             row, weight = pointer(builder, rows, _byte, at), pointer(builder, weights, _byte, at)
             for right in range(PIECES):
                 _unit(builder, "tileloadd64", _RIGHT, builder.gep(weight, [number(right * TILE)]), line)
-                for left in range(PIECES - right):
+                for left in range(min(PIECES, LEVELS - right)):
                     _unit(builder, "tileloadd64", _LEFT, builder.gep(row, [number(left * TILE)]), line)
                     _unit(builder, "tdpbssd", _FIRST_SUM + left + right, _LEFT, _RIGHT)
             soon = pointer(builder, ahead, _byte, builder.mul(index, step))
@@ -150,12 +149,12 @@ def _tile_product(typing, rows, weights, depths, sums, ahead, step):
                 counted(builder, number(0), builder.sdiv(step, line), [], ask)
             return carried
 
-        for piece in range(PIECES):
-            _unit(builder, "tilezero", _FIRST_SUM + piece)
+        for level in range(LEVELS):
+            _unit(builder, "tilezero", _FIRST_SUM + level)
         counted(builder, number(0), depths, [], multiply)
-        for piece in range(PIECES):
-            place = pointer(builder, sums, _byte, number(4 * piece * ROWS * COLUMNS))
-            _unit(builder, "tilestored64", _FIRST_SUM + piece, place, number(4 * COLUMNS))
+        for level in range(LEVELS):
+            place = pointer(builder, sums, _byte, number(4 * level * ROWS * COLUMNS))
+            _unit(builder, "tilestored64", _FIRST_SUM + level, place, number(4 * COLUMNS))
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 6), generate
@@ -182,10 +181,10 @@ def _add_up(typing, sums, count, row_scales, apart, scales, start, skip, out, ou
         def add(index, carried):
             at = builder.mul(index, number(COLUMNS))
             total = None
-            for piece in reversed(range(PIECES)):
-                part = builder.load(vector(sums, whole, at, number(piece * ROWS * COLUMNS)), align=4)
+            for level in reversed(range(LEVELS)):
+                part = builder.load(vector(sums, whole, at, number(level * ROWS * COLUMNS)), align=4)
                 part = builder.sitofp(part, VECTOR)
-                weight = ir.Constant(VECTOR, [256.0 ** (PIECES - 1 - piece)] * LANES)
+                weight = ir.Constant(VECTOR, [256.0 ** (LEVELS - 1 - level)] * LANES)
                 total = part if total is None else multiply_add(builder, VECTOR, part, weight, total)
             scale = builder.load(pointer(builder, row_scales, FLOAT32, builder.mul(index, apart)))
             scaled = builder.fmul(total, spread(builder, scale, VECTOR))
@@ -232,8 +231,8 @@ def _scale_of(address, count):
         return _f(0.0), _f(np.nan)
     largest = float_of_bits(most)
     scale = _f(_LARGEST) / largest if largest > _f(1e-30) else _f(0.0)
-    # Of two numbers that are multiplied, `_add_up` leaves out their 2 ^ 16.
-    return scale, largest / _f(_LARGEST >> 8) if scale > _f(0.0) else _f(0.0)
+    # `_add_up` leaves out a factor of 256, of two numbers that are multiplied.
+    return scale, largest / _f(_LARGEST >> 4) if scale > _f(0.0) else _f(0.0)
 
 
 @njit(inline="always", **OPTIONS)
