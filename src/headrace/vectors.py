@@ -291,6 +291,14 @@ def float_of_bits(typing, bits):
 
 
 @intrinsic
+def bits_of_float(typing, value):
+    def generate(context, builder, signature, arguments):
+        return builder.bitcast(arguments[0], INT)
+
+    return types.int32(types.float32), generate
+
+
+@intrinsic
 def floats_at(typing, address):
     """A pointer for `carray`."""
 

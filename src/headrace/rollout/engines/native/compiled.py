@@ -24,6 +24,21 @@ _ROUNDED = {"bfloat16": BFLOAT16, "int8": INT8}
 _TYPES = {FLOAT: torch.float32, BFLOAT16: torch.bfloat16, INT8: torch.int8}
 
 
+def _rounded(weight: torch.Tensor, kind: int) -> tuple[torch.Tensor, torch.Tensor | None, float]:
+    """Weights [out, in] in one form, a scale for each output or None, and the relative error of a part of them."""
+    if kind == FLOAT:
+        return weight, None, 0.0
+    source, scales = to_int8(weight) if kind == INT8 else (weight.to(_TYPES[kind]), None)
+    some = source[::EVERY].float()
+    return source, scales, relative_error(weight[::EVERY], some if scales is None else some * scales[::EVERY, None])
+
+
+def _place(memory: torch.Tensor | None, shape: tuple[int, ...], kind: torch.dtype, pages: LargePages) -> torch.Tensor:
+    """Where the copy lies: in `memory` if that is of its shape and type, else in `pages`."""
+    fits = memory is not None and memory.shape == shape and memory.dtype == kind
+    return memory if fits else pages.take(shape, kind)  # type: ignore[return-value]
+
+
 class PanelLinear(Linear):
     """From a copy in panels of columns, as they are or rounded, adding up in float32.
 
@@ -43,23 +58,16 @@ class PanelLinear(Linear):
     ) -> None:
         """weight: [out, in]; memory: for the copy, if it is of its shape and type, else it is in `pages`"""
         super().__init__(weight, bias)
-        self.team, self.scales, self.error = team, None, 0.0
+        self.team = team
         self.outputs, inputs = weight.shape
-        kind, source = _ROUNDED.get(form, FLOAT), weight
-        if kind == INT8:
-            source, self.scales = to_int8(weight)
+        kind = _ROUNDED.get(form, FLOAT)
+        source, self.scales, self.error = _rounded(weight, kind)
         whole, left = divmod(self.outputs, PANEL)
-        shape = (whole + (left > 0), inputs, PANEL)
-        fits = memory is not None and memory.shape == shape and memory.dtype == _TYPES[kind]
-        self.panels = memory if fits else pages.take(shape, _TYPES[kind])
+        self.panels = _place(memory, (whole + (left > 0), inputs, PANEL), _TYPES[kind], pages)
         copy_beside(self.panels[:whole], source[: whole * PANEL].view(whole, PANEL, inputs).transpose(1, 2))
         if left:
             self.panels[whole].zero_()[:, :left].copy_(source[whole * PANEL :].t())
         self._ends = [None if one is None else F.pad(one, (0, -self.outputs % PANEL)) for one in (self.scales, bias)]
-        if kind != FLOAT:
-            some = source[::EVERY].to(_TYPES[kind]).float()
-            scales = 1.0 if self.scales is None else self.scales[::EVERY, None]
-            self.error = relative_error(weight[::EVERY], some * scales)
         optional = [0 if one is None else one.data_ptr() for one in self._ends]
         self._numbers = (*optional, inputs, kernels.product_for(kind).address)
 
@@ -80,16 +88,19 @@ class PanelLinear(Linear):
 
 
 class TileLinear(Linear):
-    """From a copy in tiles of three bytes a weight, by the processor's matrix unit: as near to the exact product as a sum in
-    float32. A row's result is the same to the bit whatever other rows there are."""
+    """From a copy in tiles, by the processor's matrix unit: as near to the exact product as sums of float32.
 
-    __slots__ = ("_ends", "_numbers", "outputs", "panels", "team")
+    A row's result is the same to the bit whatever other rows there are.
+    """
+
+    __slots__ = ("_ends", "_numbers", "error", "outputs", "panels", "team")
     shapes = tiles.shapes()
 
     def __init__(
         self,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
+        form: str,
         team: Team,
         memory: torch.Tensor | None,
         pages: LargePages,
@@ -98,37 +109,50 @@ class TileLinear(Linear):
         super().__init__(weight, bias)
         self.team = team
         self.outputs, inputs = weight.shape
-        depths = tiles.depths_of(inputs)
-        shape = (-(-self.outputs // tiles.COLUMNS), depths, tiles.PIECES, tiles.TILE)
-        fits = memory is not None and memory.shape == shape and memory.dtype == torch.int8
-        self.panels = memory if fits else pages.take(shape, torch.int8)
-        width = shape[0] * tiles.COLUMNS
-        scales = torch.empty(shape[0], tiles.stretches_of(depths), tiles.COLUMNS)
+        kind = _ROUNDED.get(form, FLOAT)
+        source, own, self.error = _rounded(weight, kind)
+        form_ = tiles.FORMS[kind]
+        panels, depths = -(-self.outputs // tiles.COLUMNS), -(-inputs // form_.inputs)
+        width, stretches = panels * tiles.COLUMNS, tiles.stretches_of(depths)
+        self.panels = _place(memory, (panels, depths, form_.pieces, tiles.TILE), torch.int8, pages)
         added = torch.zeros(width) if bias is None else F.pad(bias, (0, width - self.outputs))
+        scales = torch.ones(panels, stretches, tiles.COLUMNS)
+        if kind == INT8:
+            own = F.pad(own, (0, width - self.outputs)).view(panels, 1, tiles.COLUMNS)
+            scales.copy_(own / tiles.INPUT_SCALE)
         self._ends = scales, added
 
         def pack(first: int, last: int) -> None:
-            at = first * tiles.COLUMNS
-            some = weight[at : last * tiles.COLUMNS].contiguous()
-            tiles.pack(some.data_ptr(), some.shape[0], inputs, self.panels[first].data_ptr(), scales[first].data_ptr())
+            some = source[first * tiles.COLUMNS : last * tiles.COLUMNS].contiguous()
+            if kind == FLOAT:
+                tiles.pack(
+                    some.data_ptr(), some.shape[0], inputs, self.panels[first].data_ptr(), scales[first].data_ptr()
+                )
+                return
+            missing = (0, depths * form_.inputs - inputs, 0, (last - first) * tiles.COLUMNS - some.shape[0])
+            some = F.pad(some, missing).view(torch.int8).view(last - first, tiles.COLUMNS, depths, tiles.WIDTH // 4, 4)
+            self.panels[first:last].view(last - first, depths, tiles.WIDTH // 4, tiles.COLUMNS, 4).copy_(
+                some.permute(0, 2, 3, 1, 4)
+            )
 
-        in_pieces(shape[0], weight.numel(), pack)
-        self._numbers = (self.panels.data_ptr(), scales.data_ptr(), added.data_ptr()), inputs, width
+        in_pieces(panels, weight.numel(), pack)
+        addresses = self.panels.data_ptr(), scales.data_ptr(), added.data_ptr()
+        self._numbers = addresses, inputs, width, depths, stretches, tiles.product_for(kind).address
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        rows, (copies, inputs, width) = x.shape[0], self._numbers
+        rows, (addresses, inputs, width, depths, stretches, step) = x.shape[0], self._numbers
         out = self.team.room("product", rows, width)
-        blocks, depths = -(-rows // tiles.ROWS), tiles.depths_of(inputs)
+        if not rows:
+            return out[:, : self.outputs]
+        blocks, splits = -(-rows // tiles.ROWS), kernels.spans_of(rows)
         spans, parts = tiles.spans_of(blocks), kernels.product_stretches(width // tiles.COLUMNS, self.team.threads)
-        splits = kernels.spans_of(rows)
-        height = -(-rows // blocks) if rows else 1
         self.team.run(
-            tiles.product.address,
+            step,
             spans * parts + splits,
             (
                 self.team.room("tiles", blocks * depths, tiles.PIECES * tiles.TILE // 4).data_ptr(),
-                self.team.room("scales", rows, tiles.stretches_of(depths)).data_ptr(), *copies, out.data_ptr(),
-                rows, inputs, width, blocks, spans, parts, self.shapes[height - 1].ctypes.data, x.data_ptr(), splits,
+                self.team.room("scales", rows, stretches).data_ptr(), *addresses, out.data_ptr(), rows, inputs, width, blocks,
+                spans, parts, self.shapes[-(-rows // blocks) - 1].ctypes.data, x.data_ptr(), splits,
             ),
         )  # fmt: skip
         return out if width == self.outputs else out[:, : self.outputs].contiguous()
@@ -140,9 +164,8 @@ class CompiledSteps:
     def __init__(self, size: int, shared: int, form: str = "packed") -> None:
         """size: of a head; shared: heads that have one key; form: of weights, whose product is compiled here, too"""
         self._team, self._attend = Team(), kernels.attend_for(size, shared).address
-        self._tiled = form not in _ROUNDED and tiles.available()
-        if not self._tiled:
-            kernels.product_for(_ROUNDED.get(form, FLOAT))
+        self._linear = TileLinear if tiles.available() else PanelLinear
+        (tiles if tiles.available() else kernels).product_for(_ROUNDED.get(form, FLOAT))
 
     def gathered(self, multiplications: int) -> AbstractContextManager[None]:
         return self._team.gathered(multiplications)
@@ -150,9 +173,7 @@ class CompiledSteps:
     def linear(
         self, form: str, weight: torch.Tensor, bias: torch.Tensor | None, memory: torch.Tensor | None, pages: LargePages
     ) -> Linear:
-        if self._tiled:
-            return TileLinear(weight, bias, self._team, memory, pages)
-        return PanelLinear(weight, bias, form, self._team, memory, pages)
+        return self._linear(weight, bias, form, self._team, memory, pages)
 
     def norm(self, x: torch.Tensor, due: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         out = self._team.room("norm", *x.shape)

@@ -1,17 +1,22 @@
-"""Products of float32 in the matrix unit of x86 processors (AMX), which multiplies small whole numbers only.
+"""Products of float32 in the matrix unit of x86 processors (AMX), which multiplies bytes and bfloat16 only.
 
 A number becomes 24 bits under the largest of its stretch of inputs, and these three signed bytes; a product of two numbers is
 the sum of those of their bytes, as far as they matter (slices of a product: Ootomo, Ozaki and Yokota 2024). Bytes are multiplied
-and added up exactly, so the order of sums means nothing, and a row's result is the same to the bit whatever other rows there are.
-What is lost is what the 24 bits leave out: less than float32 loses in adding up, unless one input outweighs all others of its
-stretch by far. Weights take three bytes, not four, to be read.
+and added up exactly; what is lost is what the 24 bits leave out. That is less than float32 loses in adding up, unless one input
+outweighs all others of its stretch by far. Weights take three bytes, not four, to be read; eight-bit ones a single byte.
+
+Weights in bfloat16 are multiplied as they are, with inputs that are sums of three such numbers (Henry, Tang and Heinecke 2019).
+
+A row's result is the same to the bit whatever other rows there are.
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
+from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
@@ -21,14 +26,18 @@ from numba.extending import intrinsic
 
 from headrace.rollout.engines.native.kernels import JOB, NUMBERS, SETTLED, wait_for
 from headrace.vectors import (
+    BFLOAT16,
     FEATURES,
+    FLOAT,
     FLOAT32,
     INT,
+    INT8,
     LANES,
     LINE,
     OPTIONS,
     VECTOR,
     add_to_word,
+    bits_of_float,
     compiled,
     counted,
     fetch,
@@ -41,30 +50,62 @@ from headrace.vectors import (
     spread,
 )
 
-ROWS, COLUMNS, DEPTH, PIECES, LEVELS = 16, 16, 64, 3, 4
-"""Of a tile: rows of one matrix, columns of the other, inputs; and bytes of a number."""
-TILE = ROWS * DEPTH
+ROWS, COLUMNS, WIDTH = 16, 16, 64
+"""Of a tile: rows of one matrix, columns of the other, and bytes of a row."""
+TILE = ROWS * WIDTH
+PIECES = 3
+"""Of an input."""
 MOST_DEPTHS = 6
 """Tiles of inputs in a stretch: those of 16 rows and 16 columns stay in the first cache."""
 _CACHED_BLOCKS = 8
-_SUMS = LEVELS * ROWS * COLUMNS
+_NEXT = 3 * TILE
+"""Bytes from what is multiplied to what is asked for, where nothing but memory is waited for."""
 _LARGEST = 0x7F7F00
 """What the largest number of a stretch becomes; a rounded one stays under 0x7f7f7f, the largest of three signed bytes."""
+_OWN = 4
+"""Bits of the factor of 256, by which sums of weights of three bytes are too small, that scales have on either side."""
+INPUT_SCALE = float(1 << _OWN)
+"""What weights of one byte are divided by for it."""
 _NOT_FINITE = 0x7F800000
+_UPPER_HALF = -0x10000
 _PERMISSION, _TILE_DATA = 0x1023, 18
 """Of the call by which a process asks Linux for the unit's registers (arch_prctl)."""
 _ARCH_PRCTL = 158
 
 _f, _i = np.float32, np.int32
-_VOID, _byte, _long = ir.VoidType(), ir.IntType(8), ir.IntType(64)
-_FIRST_SUM, _LEFT, _RIGHT = 0, 6, 7
-"""Registers: sums by how much their bytes weigh, and what is multiplied."""
+_VOID, _byte, _half, _long = ir.VoidType(), *(ir.IntType(bits) for bits in (8, 16, 64))
+_RIGHT, _LEFT = 4, 7
+"""Registers: pieces of weights, and one of inputs; the sums, by how much they weigh, come before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How weights lie. inputs: of a tile; pieces: of a weight; levels: of sums, each weighs `apart` times the next."""
+
+    inputs: int
+    pieces: int
+    levels: int
+    apart: float
+    multiply: str
+    sums: ir.Type
+
+    @property
+    def depth(self) -> int:
+        """Bytes of a tile's inputs, all pieces."""
+        return self.pieces * TILE
+
+
+FORMS = {
+    FLOAT: Form(64, 3, 4, 256.0, "tdpbssd", INT),
+    INT8: Form(64, 1, 3, 256.0, "tdpbssd", INT),
+    BFLOAT16: Form(32, 1, 3, 1.0, "tdpbf16ps", FLOAT32),
+}
 
 
 @cache
 def available() -> bool:
     """Whether this process may use the unit; asks the system for it."""
-    if not {"+amx-int8", "+amx-tile", "+avx512f"} <= FEATURES or not sys.platform.startswith("linux"):
+    if not {"+amx-int8", "+amx-bf16", "+amx-tile", "+avx512f"} <= FEATURES or not sys.platform.startswith("linux"):
         return False
     return ctypes.CDLL(None, use_errno=True).syscall(_ARCH_PRCTL, _PERMISSION, _TILE_DATA) == 0
 
@@ -73,14 +114,10 @@ def shapes() -> np.ndarray:
     """[ROWS, 64] bytes: what the unit is told of its registers, for 1 to ROWS rows at a time."""
     told = np.zeros((ROWS, 64), np.uint8)
     told[:, 0] = 1
-    told[:, 16:32].view(np.uint16)[:] = DEPTH
+    told[:, 16:32].view(np.uint16)[:] = WIDTH
     told[:, 48:56] = np.arange(1, ROWS + 1)[:, None]
-    told[:, 48 + _RIGHT] = DEPTH // 4
+    told[:, 48 + _RIGHT : 48 + _LEFT] = WIDTH // 4
     return told
-
-
-def depths_of(inputs: int) -> int:
-    return -(-inputs // DEPTH)
 
 
 def stretches_of(depths: int) -> int:
@@ -120,71 +157,77 @@ def _end(typing):
     return types.void(), generate
 
 
-@intrinsic
-def _tile_product(typing, rows, weights, depths, sums, ahead, step):
-    """Sums of the products of bytes, apart by how much they weigh.
+@intrinsic(prefer_literal=True)
+def _multiply(typing, rows, weights, depths, sums, ahead, step, form):
+    """Sums of the products of pieces, apart by how much they weigh.
 
-    rows: [depths, PIECES, ROWS, DEPTH] bytes; weights: [depths, PIECES, DEPTH / 4, COLUMNS, 4] bytes; both highest byte first
-    sums: [PIECES, ROWS, COLUMNS] of int32; ahead: from where weights are asked for that are needed later, `step` bytes at a time
+    rows: [depths, PIECES, ROWS, WIDTH] bytes; weights: [depths, pieces, WIDTH / 4, COLUMNS, 4] bytes; both highest piece first
+    sums: [levels, ROWS, COLUMNS]; ahead: from where weights are asked for that are needed later, `step` bytes at a time; with a
+    step of 0 those are that come next
     """
+    kind = FORMS[form.literal_value]
 
     def generate(context, builder, signature, arguments):
-        rows, weights, depths, sums, ahead, step = arguments
-        line = number(DEPTH)
+        rows, weights, depths, sums, ahead, step, _ = arguments
+        line = number(WIDTH)
 
-        def multiply(index, carried):
+        def add(index, carried):
             def ask(at, carried):
                 fetch(builder, builder.gep(soon, [builder.mul(at, line)]), cache=2)
                 return carried
 
-            at = builder.mul(index, number(PIECES * TILE))
-            row, weight = pointer(builder, rows, _byte, at), pointer(builder, weights, _byte, at)
-            for right in range(PIECES):
-                _unit(builder, "tileloadd64", _RIGHT, builder.gep(weight, [number(right * TILE)]), line)
-                for left in range(min(PIECES, LEVELS - right)):
-                    _unit(builder, "tileloadd64", _LEFT, builder.gep(row, [number(left * TILE)]), line)
-                    _unit(builder, "tdpbssd", _FIRST_SUM + left + right, _LEFT, _RIGHT)
+            row = pointer(builder, rows, _byte, builder.mul(index, number(PIECES * TILE)))
+            weight = pointer(builder, weights, _byte, builder.mul(index, number(kind.depth)))
+            for right in range(kind.pieces):
+                _unit(builder, "tileloadd64", _RIGHT + right, builder.gep(weight, [number(right * TILE)]), line)
+                with builder.if_then(builder.icmp_signed("==", step, number(0))):
+                    for at in range(ROWS):
+                        fetch(builder, builder.gep(weight, [number(_NEXT + right * TILE + at * WIDTH)]))
+            for left in range(PIECES):
+                _unit(builder, "tileloadd64", _LEFT, builder.gep(row, [number(left * TILE)]), line)
+                for right in range(min(kind.pieces, kind.levels - left)):
+                    _unit(builder, kind.multiply, left + right, _LEFT, _RIGHT + right)
             soon = pointer(builder, ahead, _byte, builder.mul(index, step))
             with builder.if_then(builder.icmp_signed(">", step, number(0))):
                 counted(builder, number(0), builder.sdiv(step, line), [], ask)
             return carried
 
-        for level in range(LEVELS):
-            _unit(builder, "tilezero", _FIRST_SUM + level)
-        counted(builder, number(0), depths, [], multiply)
-        for level in range(LEVELS):
+        for level in range(kind.levels):
+            _unit(builder, "tilezero", level)
+        counted(builder, number(0), depths, [], add)
+        for level in range(kind.levels):
             place = pointer(builder, sums, _byte, number(4 * level * ROWS * COLUMNS))
-            _unit(builder, "tilestored64", _FIRST_SUM + level, place, number(4 * COLUMNS))
+            _unit(builder, "tilestored64", level, place, number(4 * COLUMNS))
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 6), generate
+    return types.void(*[types.int64] * 7), generate
 
 
-@intrinsic
-def _add_up(typing, sums, count, row_scales, apart, scales, start, skip, out, outputs):
-    """What `_tile_product` found for `count` rows, as numbers, added to those at `start`.
+@intrinsic(prefer_literal=True)
+def _add_up(typing, sums, count, row_scales, apart, scales, start, skip, out, outputs, form):
+    """What `_multiply` found for `count` rows, as numbers, added to those at `start`.
 
     row_scales: [count] that lie `apart` floats from one another; scales: [COLUMNS]
     start: rows of COLUMNS numbers that lie `skip` floats apart; out: likewise, `outputs` apart
     """
+    kind = FORMS[form.literal_value]
 
     def generate(context, builder, signature, arguments):
-        sums, count, row_scales, apart, scales, start, skip, out, outputs = arguments
-        whole = ir.VectorType(INT, LANES)
+        sums, count, row_scales, apart, scales, start, skip, out, outputs, _ = arguments
+        found = ir.VectorType(kind.sums, LANES)
 
-        def vector(address, kind=VECTOR, *offsets):
-            element = INT if kind is whole else FLOAT32
-            return builder.bitcast(pointer(builder, address, element, *offsets), kind.as_pointer())
+        def vector(address, vectors=VECTOR, *offsets):
+            return builder.bitcast(pointer(builder, address, vectors.element, *offsets), vectors.as_pointer())
 
         columns = builder.load(vector(scales), align=4)
 
         def add(index, carried):
             at = builder.mul(index, number(COLUMNS))
             total = None
-            for level in reversed(range(LEVELS)):
-                part = builder.load(vector(sums, whole, at, number(level * ROWS * COLUMNS)), align=4)
-                part = builder.sitofp(part, VECTOR)
-                weight = ir.Constant(VECTOR, [256.0 ** (LEVELS - 1 - level)] * LANES)
+            for level in reversed(range(kind.levels)):
+                part = builder.load(vector(sums, found, at, number(level * ROWS * COLUMNS)), align=4)
+                part = builder.sitofp(part, VECTOR) if kind.sums == INT else part
+                weight = ir.Constant(VECTOR, [kind.apart ** (kind.levels - 1 - level)] * LANES)
                 total = part if total is None else multiply_add(builder, VECTOR, part, weight, total)
             scale = builder.load(pointer(builder, row_scales, FLOAT32, builder.mul(index, apart)))
             scaled = builder.fmul(total, spread(builder, scale, VECTOR))
@@ -196,156 +239,239 @@ def _add_up(typing, sums, count, row_scales, apart, scales, start, skip, out, ou
         counted(builder, number(0), count, [], add)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 9), generate
+    return types.void(*[types.int64] * 10), generate
+
+
+def _pointers(element: ir.Type, kind: types.Type) -> Any:
+    """A function that makes pointers, for `carray`, of addresses."""
+
+    @intrinsic
+    def at(typing, address):
+        def generate(context, builder, signature, arguments):
+            return pointer(builder, arguments[0], element)
+
+        return types.CPointer(kind)(types.int64), generate
+
+    return at
+
+
+_bytes_at, _halves_at, _bits_at = (
+    _pointers(*one) for one in ((_byte, types.int8), (_half, types.int16), (INT, types.int32))
+)
+
+
+# ----------------------------------------------------------------------------------------------------- numbers into pieces
 
 
 @intrinsic
-def _bytes_at(typing, address):
-    def generate(context, builder, signature, arguments):
-        return pointer(builder, arguments[0], _byte)
+def _largest_bits(typing, address, lines):
+    """The largest of 64 * lines floats without their signs, as bits: in the order of these, what is no number lies above
+    infinity."""
 
-    return types.CPointer(types.int8)(types.int64), generate
+    def generate(context, builder, signature, arguments):
+        address, lines = arguments
+        whole = ir.VectorType(INT, WIDTH)
+
+        def look(index, carried):
+            where = pointer(builder, address, INT, builder.mul(index, number(WIDTH)))
+            bits = builder.load(builder.bitcast(where, whole.as_pointer()), align=4)
+            size = builder.and_(bits, ir.Constant(whole, [0x7FFFFFFF] * WIDTH))
+            return [builder.select(builder.icmp_signed(">", size, carried[0]), size, carried[0])]
+
+        most = counted(builder, number(0), lines, [ir.Constant(whole, [0] * WIDTH)], look)[0]
+        function = ir.FunctionType(INT, [whole])
+        largest = cgutils.get_or_insert_function(builder.module, function, f"llvm.vector.reduce.smax.v{WIDTH}i32")
+        return builder.call(largest, [most])
+
+    return types.int32(types.int64, types.int64), generate
 
 
 @intrinsic
-def _bits_at(typing, address):
+def _split_lines(typing, address, lines, tile, scale):
+    """The bytes of 64 * lines floats, times `scale`, into tiles."""
+
     def generate(context, builder, signature, arguments):
-        return pointer(builder, arguments[0], INT)
+        address, lines, tile, scale = arguments
+        floats, whole, narrow = (ir.VectorType(kind, WIDTH) for kind in (FLOAT32, INT, _byte))
+        round_ = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(floats, [floats]), f"llvm.nearbyint.v{WIDTH}f32"
+        )
+        scales, offset = spread(builder, scale, floats), ir.Constant(whole, [0x8080] * WIDTH)
 
-    return types.CPointer(types.int32)(types.int64), generate
+        def split(index, carried):
+            where = pointer(builder, address, FLOAT32, builder.mul(index, number(WIDTH)))
+            x = builder.load(builder.bitcast(where, floats.as_pointer()), align=4)
+            # Each lower byte may be negative, and then lends to the one above.
+            bits = builder.fptosi(builder.call(round_, [builder.fmul(x, scales)]), whole)
+            bits = builder.xor(builder.add(bits, offset), offset)
+            for piece in range(PIECES):
+                some = builder.lshr(bits, ir.Constant(whole, [8 * (PIECES - 1 - piece)] * WIDTH))
+                place = pointer(builder, tile, _byte, builder.mul(index, number(PIECES * TILE)), number(piece * TILE))
+                builder.store(builder.trunc(some, narrow), builder.bitcast(place, narrow.as_pointer()), align=1)
+            return carried
 
+        counted(builder, number(0), lines, [], split)
+        return context.get_dummy_value()
 
-# ------------------------------------------------------------------------------------------------------ numbers into bytes
+    return types.void(types.int64, types.int64, types.int64, types.float32), generate
 
 
 @njit(inline="always", **OPTIONS)
-def _scale_of(address, count):
-    """By what so many numbers are multiplied, and what undoes it; not a number for numbers that are not finite."""
-    bits = carray(_bits_at(address), count)
-    most = _i(0)
-    for j in range(count):
-        # Without their signs, floats are in the order of their bits, and what is no number lies above infinity.
-        size = bits[j] & _i(0x7FFFFFFF)
-        most = size if size > most else most
+def _scales_of(most):
+    """By what numbers are multiplied of which the largest has these bits, and what undoes it; not a number for those that are
+    not finite."""
     if most >= _i(_NOT_FINITE):
         return _f(0.0), _f(np.nan)
     largest = float_of_bits(most)
-    scale = _f(_LARGEST) / largest if largest > _f(1e-30) else _f(0.0)
-    # `_add_up` leaves out a factor of 256, of two numbers that are multiplied.
-    return scale, largest / _f(_LARGEST >> 4) if scale > _f(0.0) else _f(0.0)
+    if largest < _f(1e-30):
+        return _f(0.0), _f(0.0)
+    return _f(_LARGEST) / largest, largest / _f(_LARGEST >> _OWN)
 
 
 @njit(inline="always", **OPTIONS)
-def _bytes_of(value, scale):
-    """Three signed bytes in one number: each lower one may be negative, and then lends to the one above."""
-    return (_i(np.rint(value * scale)) + _i(0x8080)) ^ _i(0x8080)
+def _split_into_bytes(row, count, tile):
+    """Some numbers at `row` into tiles of 64 inputs. Returns their scale."""
+    lines, left = count // WIDTH, count % WIDTH
+    if left == 0:
+        scale, back = _scales_of(_largest_bits(row, lines))
+        _split_lines(row, lines, tile, scale)
+        return back
+    rest, last = np.zeros(WIDTH, _f), carray(floats_at(row + 4 * lines * WIDTH), left)
+    for j in range(left):
+        rest[j] = last[j]
+    most = _largest_bits(rest.ctypes.data, 1)
+    if lines:
+        most = max(most, _largest_bits(row, lines))
+    scale, back = _scales_of(most)
+    if lines:
+        _split_lines(row, lines, tile, scale)
+    _split_lines(rest.ctypes.data, 1, tile + lines * PIECES * TILE, scale)
+    return back
 
 
 @njit(**OPTIONS)
-def _split(job, first, last):
-    """Rows [first, last) of `product`'s into tiles."""
-    rows, inputs, blocks = job[7], job[8], job[10]
-    height, depths = -(-rows // blocks), -(-inputs // DEPTH)
-    stretches = -(-depths // MOST_DEPTHS)
-    for i in range(first, last):
-        scales = carray(floats_at(job[2] + 4 * i * stretches), stretches)
-        tiles = job[1] + (i // height) * depths * PIECES * TILE + (i % height) * DEPTH
-        for stretch in range(stretches):
-            start, stop = depths * stretch // stretches, depths * (stretch + 1) // stretches
-            row = job[14] + 4 * (i * inputs + start * DEPTH)
-            count = min(stop * DEPTH, inputs) - start * DEPTH
-            scale, scales[stretch] = _scale_of(row, count)
-            x = carray(floats_at(row), count)
-            for depth in range(stop - start):
-                tile = tiles + (start + depth) * PIECES * TILE
-                high, middle, low = (
-                    carray(_bytes_at(tile), DEPTH),
-                    carray(_bytes_at(tile + TILE), DEPTH),
-                    carray(_bytes_at(tile + 2 * TILE), DEPTH),
-                )
-                here = x[depth * DEPTH : (depth + 1) * DEPTH]
-                if scale == _f(0.0) or here.shape[0] < DEPTH:
-                    for j in range(DEPTH):
-                        high[j], middle[j], low[j] = 0, 0, 0
-                if scale != _f(0.0):
-                    for j in range(here.shape[0]):
-                        three = _bytes_of(here[j], scale)
-                        high[j], middle[j], low[j] = three >> _i(16), three >> _i(8), three
+def _split_into_halves(row, count, tile):
+    """Some numbers at `row` into tiles of 32 inputs: cut off at half their bits, what is left again, and again."""
+    x = carray(floats_at(row), count)
+    width = WIDTH // 2
+    for first in range(0, count, width):
+        high, middle, low = (
+            carray(_halves_at(tile), width),
+            carray(_halves_at(tile + TILE), width),
+            carray(_halves_at(tile + 2 * TILE), width),
+        )
+        here = x[first : first + width]
+        if here.shape[0] < width:
+            for j in range(width):
+                high[j], middle[j], low[j] = 0, 0, 0
+        for j in range(here.shape[0]):
+            one = bits_of_float(here[j])
+            rest = here[j] - float_of_bits(one & _i(_UPPER_HALF))
+            two = bits_of_float(rest)
+            three = bits_of_float(rest - float_of_bits(two & _i(_UPPER_HALF)))
+            high[j], middle[j], low[j] = one >> _i(16), two >> _i(16), three >> _i(16)
+        tile += PIECES * TILE
+    return _f(1.0)
 
 
 @njit(nogil=True, **OPTIONS)
 def pack(weight, outputs, inputs, tiles, scales):
-    """Weights into tiles; those of outputs that a last panel lacks are zero.
+    """Weights of float32 into tiles; those of outputs that a last panel lacks are zero.
 
-    weight [outputs, inputs]; tiles [panels, depths, PIECES, DEPTH / 4, COLUMNS, 4]; scales [panels, stretches, COLUMNS]: addresses
+    weight [outputs, inputs]; tiles [panels, depths, PIECES, WIDTH / 4, COLUMNS, 4]; scales [panels, stretches, COLUMNS]: addresses
     """
-    panels, depths = -(-outputs // COLUMNS), -(-inputs // DEPTH)
+    depths = -(-inputs // WIDTH)
     stretches = -(-depths // MOST_DEPTHS)
-    for at in range(panels * COLUMNS):
+    # As rows of inputs are split, with one row a tile; four bytes of a column then go where they belong.
+    line = np.zeros((depths, PIECES, ROWS, WIDTH // 4), _i)
+    for at in range(-(-outputs // COLUMNS) * COLUMNS):
         panel, column = at // COLUMNS, at % COLUMNS
         kept = carray(floats_at(scales + 4 * panel * stretches * COLUMNS), stretches * COLUMNS)
+        out = carray(_bits_at(tiles + panel * depths * PIECES * TILE), (depths, PIECES, WIDTH // 4, COLUMNS))
+        if at >= outputs:
+            out[:, :, :, column] = 0
         for stretch in range(stretches):
             first, last = depths * stretch // stretches, depths * (stretch + 1) // stretches
-            row = weight + 4 * (at * inputs + first * DEPTH)
-            count = min(last * DEPTH, inputs) - first * DEPTH if at < outputs else 0
-            scale, kept[stretch * COLUMNS + column] = _scale_of(row, count)
-            x = carray(floats_at(row), count)
-            for depth in range(last - first):
-                tile = tiles + ((panel * depths + first + depth) * PIECES) * TILE + 4 * column
-                out = carray(_bytes_at(tile), PIECES * TILE - 4 * column)
-                for j in range(DEPTH):
-                    i = depth * DEPTH + j
-                    three = _bytes_of(x[i], scale) if i < count and scale != _f(0.0) else _i(0)
-                    place = (j // 4) * 4 * COLUMNS + j % 4
-                    out[place] = three >> _i(16)
-                    out[place + TILE] = three >> _i(8)
-                    out[place + 2 * TILE] = three
+            back = _f(0.0)
+            if at < outputs:
+                row, count = weight + 4 * (at * inputs + first * WIDTH), min(last * WIDTH, inputs) - first * WIDTH
+                back = _split_into_bytes(row, count, line[first].ctypes.data)
+            kept[stretch * COLUMNS + column] = back
+        if at < outputs:
+            for depth in range(depths):
+                for piece in range(PIECES):
+                    for four in range(WIDTH // 4):
+                        out[depth, piece, four, column] = line[depth, piece, 0, four]
 
 
-@compiled(2)
-def product(address, unit):
-    """Some rows into tiles, which units of the highest numbers do, or a span of blocks of rows times a stretch of panels.
+# ------------------------------------------------------------------------------------------------------------- the product
 
-    tiles [blocks, depths, PIECES, ROWS, DEPTH]; their scales [N, stretches]; weights, scales as `pack` leaves them; bias [outputs];
-    out [N, outputs]; N; inputs; outputs; blocks; spans; parts of the panels; what the unit is told; x [N, inputs]; splits
-    """
-    job = carray(integers_at(address), NUMBERS)
-    rows, inputs, outputs, blocks, spans, parts, splits = job[7], job[8], job[9], job[10], job[11], job[12], job[15]
-    settled = address + 8 * (SETTLED - JOB)
-    if unit >= spans * parts:
-        unit -= spans * parts
-        _split(job, rows * unit // splits, rows * (unit + 1) // splits)
-        add_to_word(settled, 1)
-        return
-    wait_for(settled, splits)
-    height, depths, panels = -(-rows // blocks), -(-inputs // DEPTH), outputs // COLUMNS
-    stretches, span, part = -(-depths // MOST_DEPTHS), unit // parts, unit % parts
-    start, stop = blocks * span // spans, blocks * (span + 1) // spans
-    end = panels * (part + 1) // parts
-    # What one block of rows gave is put together while the unit works on the next.
-    room = np.empty(2 * _SUMS + LINE, _i)
-    sums = room.ctypes.data + -room.ctypes.data % 64
-    other, due = sums + 4 * _SUMS, 0
-    row_scales = scales = before = skip = out = count = 0
-    _begin(job[13])
-    for panel in range(panels * part // parts, end):
-        # While a panel is worked on, the next one is fetched from memory, a part of it beside each block of rows.
-        step = -(-PIECES * ROWS // (stop - start)) * DEPTH if panel + 1 < end else 0
-        for stretch in range(stretches):
-            first, last = depths * stretch // stretches, depths * (stretch + 1) // stretches
-            weights = job[3] + (panel * depths + first) * PIECES * TILE
-            for block in range(start, stop):
-                tiles = job[1] + (block * depths + first) * PIECES * TILE
-                ahead = weights + depths * PIECES * TILE + (block - start) * step * (last - first)
-                _tile_product(tiles, weights, last - first, sums, ahead, step)
-                if due:
-                    _add_up(other, count, row_scales, stretches, scales, before, skip, out, outputs)
-                at, due = block * height, 1
-                count, row_scales = min(height, rows - at), job[2] + 4 * (at * stretches + stretch)
-                scales = job[4] + 4 * (panel * stretches + stretch) * COLUMNS
-                out = job[6] + 4 * (at * outputs + panel * COLUMNS)
-                before, skip = (out, outputs) if stretch else (job[5] + 4 * panel * COLUMNS, 0)
-                sums, other = other, sums
-    _end()
-    if due:
-        _add_up(other, count, row_scales, stretches, scales, before, skip, out, outputs)
+
+@cache
+def product_for(form: int) -> Any:
+    """The step that multiplies, from weights in one form."""
+    width, depth, in_bytes = FORMS[form].inputs, FORMS[form].depth, FORMS[form].sums == INT
+    size = FORMS[form].levels * ROWS * COLUMNS
+
+    @compiled(2)
+    def product(address, unit):
+        """Some rows into tiles, which units of the highest numbers do, or a span of blocks of rows times a stretch of panels.
+
+        tiles [blocks, depths, PIECES, ROWS, WIDTH] bytes; their scales [N, stretches]; weights [panels, depths, pieces, TILE]
+        bytes; scales [panels, stretches, COLUMNS]; bias [outputs]; out [N, outputs]; N; inputs; outputs; blocks; spans; parts of
+        the panels; what the unit is told; x [N, inputs]; splits
+        """
+        job = carray(integers_at(address), NUMBERS)
+        rows, inputs, outputs, blocks, spans, parts, splits = job[7], job[8], job[9], job[10], job[11], job[12], job[15]
+        height, depths, panels = -(-rows // blocks), -(-inputs // width), outputs // COLUMNS
+        stretches = -(-depths // MOST_DEPTHS)
+        settled = address + 8 * (SETTLED - JOB)
+        if unit >= spans * parts:
+            unit -= spans * parts
+            for i in range(rows * unit // splits, rows * (unit + 1) // splits):
+                scales = carray(floats_at(job[2] + 4 * i * stretches), stretches)
+                tiles = job[1] + (i // height) * depths * PIECES * TILE + (i % height) * WIDTH
+                for stretch in range(stretches):
+                    first, last = depths * stretch // stretches, depths * (stretch + 1) // stretches
+                    row, count = job[14] + 4 * (i * inputs + first * width), min(last * width, inputs) - first * width
+                    tile = tiles + first * PIECES * TILE
+                    if in_bytes:
+                        scales[stretch] = _split_into_bytes(row, count, tile)
+                    else:
+                        scales[stretch] = _split_into_halves(row, count, tile)
+            add_to_word(settled, 1)
+            return
+        wait_for(settled, splits)
+        span, part = unit // parts, unit % parts
+        start, stop = blocks * span // spans, blocks * (span + 1) // spans
+        end = panels * (part + 1) // parts
+        # What one block of rows gave is put together while the unit works on the next.
+        room = np.empty(2 * size + LINE, _i)
+        sums = room.ctypes.data + -room.ctypes.data % 64
+        other, due = sums + 4 * size, 0
+        row_scales = column_scales = before = skip = out = count = 0
+        _begin(job[13])
+        for panel in range(panels * part // parts, end):
+            # While a panel is worked on, the next one is fetched from memory, a part of it beside each block of rows. A single
+            # block waits for memory alone, and asks for what comes next.
+            step = -(-depth // WIDTH // (stop - start)) * WIDTH if stop - start > 1 else 0
+            for stretch in range(stretches):
+                first, last = depths * stretch // stretches, depths * (stretch + 1) // stretches
+                weights = job[3] + (panel * depths + first) * depth
+                for block in range(start, stop):
+                    tiles = job[1] + (block * depths + first) * PIECES * TILE
+                    ahead = weights + depths * depth + (block - start) * step * (last - first)
+                    _multiply(tiles, weights, last - first, sums, ahead, step, form)
+                    if due:
+                        _add_up(other, count, row_scales, stretches, column_scales, before, skip, out, outputs, form)
+                    at, due = block * height, 1
+                    count, row_scales = min(height, rows - at), job[2] + 4 * (at * stretches + stretch)
+                    column_scales = job[4] + 4 * (panel * stretches + stretch) * COLUMNS
+                    out = job[6] + 4 * (at * outputs + panel * COLUMNS)
+                    before, skip = (out, outputs) if stretch else (job[5] + 4 * panel * COLUMNS, 0)
+                    sums, other = other, sums
+        _end()
+        if due:
+            _add_up(other, count, row_scales, stretches, column_scales, before, skip, out, outputs, form)
+
+    return product
