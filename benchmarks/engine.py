@@ -12,8 +12,8 @@ ways to batch.
 Checked: each request's number of tokens in every round; the log-probabilities that this engine says, against a plain forward
 pass (1e-3); and over all rounds the mean log-probability of each engine's answers under that pass, up to their first end token,
 within four standard errors. Beside it stands the share of the machine's limit: a prompt computed once, then steps of which each
-takes at least its arithmetic or one reading of the weights, whichever is longer, both as measured in the same round. `--clock cpu`
-counts processor time (with `--threads 1`: what waits in a loop counts too).
+takes at least its arithmetic or one reading of the weights, whichever is longer, both as measured in the same round (with a matrix
+unit: its arithmetic, and three bytes a weight). `--clock cpu` counts processor time (with `--threads 1`: what waits in a loop counts too).
 
 `--stand-still` swaps all weights many times under running requests, through the shared-memory channel from another process,
 and reports the longest time between two tokens against one forward pass.
@@ -266,6 +266,45 @@ def peer_python() -> Path:
     return python
 
 
+def matrix_unit(threads: int) -> Callable[[], float] | None:
+    """Measures how many products of float32 a second the processor's matrix unit makes from the first cache, with so many
+    threads."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from numba import njit
+
+    from headrace.rollout.engines.native import tiles
+    from headrace.vectors import FLOAT
+
+    if not tiles.available():
+        return None
+    depths, times = tiles.MOST_DEPTHS, 20_000
+
+    @njit(nogil=True)
+    def multiply(shape, rows, weights, sums):
+        tiles._begin(shape)
+        for _ in range(times):
+            tiles._multiply(rows, weights, depths, sums, weights, -1, FLOAT)
+        tiles._end()
+
+    shape = tiles.shapes()[-1]
+    rooms = [np.zeros((3, depths * tiles.PIECES * tiles.TILE + 64), np.int8) for _ in range(threads)]
+
+    def work(room: np.ndarray) -> None:
+        multiply(shape.ctypes.data, *(one.ctypes.data + -one.ctypes.data % 64 for one in room))
+
+    work(rooms[0])  # compiled here
+
+    def measure() -> float:
+        with ThreadPoolExecutor(threads) as pool:
+            started = time.perf_counter()
+            list(pool.map(work, rooms))
+            took = time.perf_counter() - started
+        return 2 * threads * times * depths * tiles.ROWS * tiles.COLUMNS * tiles.WIDTH / took
+
+    return measure
+
+
 class Judge:
     """Scores answers by a plain forward pass, and knows what the machine can do."""
 
@@ -279,10 +318,13 @@ class Judge:
         config = self.net.config
         self.head = config.vocab_size * config.hidden_size
         self.layers = sum(p.numel() for p in self.net.parameters()) - self.head
-        self.flops, self.bandwidth = 0.0, 0.0
+        self.flops, self.bandwidth, self.unit = 0.0, 0.0, matrix_unit(threads)
+        self.bytes = 3 if self.unit else 4
 
     def measure(self) -> None:
         a = self.torch.randn(1024, 1024)
+        if self.unit:
+            self.flops = max(self.flops, self.unit())
         source = self.torch.randn(64_000_000)
         for _ in range(10):
             started = self.read()
@@ -315,7 +357,7 @@ class Judge:
     def floor_s(self, work: Workload) -> float:
         """Prompts once a group, then steps in which all requests that are not through take part."""
         lengths = [n for group in work.lengths for n in group]
-        weights_s = 4 * (self.layers + self.head) / self.bandwidth
+        weights_s = self.bytes * (self.layers + self.head) / self.bandwidth
         prefill = 2 * self.layers * sum(map(len, work.prompts)) / self.flops
         steps = (sum(n > t for n in lengths) for t in range(max(lengths)))
         return prefill + sum(max(2 * (self.layers + self.head) * rows / self.flops, weights_s) for rows in steps)

@@ -106,7 +106,8 @@ def watch() -> Clock:
     clock.wrap(llama.LlamaWeights, "forward", "embedding")
     for product in linear.FORMS.values():
         clock.wrap(product, "__call__", "matrix products")
-    clock.wrap(compiled.PanelLinear, "__call__", "matrix products")
+    for product in (compiled.PanelLinear, compiled.TileLinear):
+        clock.wrap(product, "__call__", "matrix products")
     for steps in (compiled.CompiledSteps, llama.TorchSteps):
         clock.wrap(steps, "norm", "norms, residuals")
         clock.wrap(steps, "gate", "gates")

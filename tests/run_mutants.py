@@ -14,10 +14,13 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from headrace.rollout.engines.native import tiles
+
 LONGEST_S = 60
 """Processor time, so that a busy machine breaks nothing; the unbroken suite takes less than half of it."""
 ROOT = Path(__file__).parent.parent
 FLOW = ("tests/flow/test_flow.py",)
+PARTS = ("tests/rollout/engines/test_parts.py",)
 LAWS = ("tests/flow/test_flow.py", "tests/flow/test_laws.py")
 
 
@@ -28,6 +31,8 @@ class Mutant:
     old: str
     new: str
     tests: tuple[str, ...] = LAWS
+    unit: bool = False
+    """Of what runs on processors with a matrix unit only; left out on others."""
 
 
 MUTANTS = [
@@ -366,7 +371,55 @@ MUTANTS = [
         "rollout/engines/native/kernels.py",
         "first, last, piece == 0, ahead",
         "first, last, True, ahead",
-        ("tests/rollout/engines/test_parts.py::test_a_product_by_panels_is_that_with_its_weights",),
+        ("tests/rollout/engines/test_parts.py::test_a_compiled_product_is_that_with_its_weights",),
+    ),
+    Mutant(
+        "the matrix unit leaves out the bytes that weigh least",
+        "rollout/engines/native/tiles.py",
+        "FLOAT: Form(64, 3, 4, 256.0,",
+        "FLOAT: Form(64, 3, 3, 256.0,",
+        PARTS,
+        unit=True,
+    ),
+    Mutant(
+        "rows are multiplied before they are all split",
+        "rollout/engines/native/tiles.py",
+        "        wait_for(settled, splits)\n",
+        "",
+        PARTS,
+        unit=True,
+    ),
+    Mutant(
+        "a later stretch of inputs takes the place of the first",
+        "rollout/engines/native/tiles.py",
+        "(out, outputs) if stretch else",
+        "(out, outputs) if stretch > 1 else",
+        PARTS,
+        unit=True,
+    ),
+    Mutant(
+        "all stretches of a row have the scale of the first",
+        "rollout/engines/native/tiles.py",
+        "job[2] + 4 * (at * stretches + stretch)",
+        "job[2] + 4 * (at * stretches)",
+        PARTS,
+        unit=True,
+    ),
+    Mutant(
+        "the last block of rows of a panel is not put together",
+        "rollout/engines/native/tiles.py",
+        "        _end()\n        if due:",
+        "        _end()\n        if due > 1:",
+        PARTS,
+        unit=True,
+    ),
+    Mutant(
+        "the matrix unit takes what is no number for nothing",
+        "rollout/engines/native/tiles.py",
+        "return _f(0.0), _f(np.nan)",
+        "return _f(0.0), _f(0.0)",
+        PARTS,
+        unit=True,
     ),
     Mutant(
         "a backend's call learns from the batch before",
@@ -385,8 +438,8 @@ MUTANTS = [
     Mutant(
         "the last rows of weights are not copied",
         "cores.py",
-        "for first in range(0, into.shape[0], rows):",
-        "for first in range(0, into.shape[0] - 1, rows):",
+        "for first in range(0, rows, piece):",
+        "for first in range(0, rows - 1, piece):",
         ("tests/test_cores.py",),
     ),
     Mutant(
@@ -541,6 +594,7 @@ def _bounds() -> None:
 def main() -> int:
     wanted = sys.argv[1:]
     chosen = [mutant for mutant in MUTANTS if not wanted or any(word in mutant.name for word in wanted)]
+    chosen = [mutant for mutant in chosen if not mutant.unit or tiles.available()]
     rows, survivors = [], 0
     with tempfile.TemporaryDirectory() as folder:
         for mutant in chosen:

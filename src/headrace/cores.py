@@ -26,6 +26,8 @@ thirty times as long as on one thread."""
 
 _PIECE = 1 << 20
 """Numbers that are copied between two rests."""
+RESTS = 2
+"""How many times as long a rest is as what was done before it."""
 _thread = threading.local()
 
 
@@ -47,7 +49,7 @@ def copy_beside(into: torch.Tensor, source: torch.Tensor) -> None:
 
 def in_pieces(rows: int, numbers: int, work: Callable[[int, int], object]) -> None:
     """`work(first, last)` over all rows, which hold so many numbers together. A thread that works beside passes does so in
-    pieces, and rests after each for as long as it took."""
+    pieces, and rests after each for `RESTS` times as long as it took."""
     busy = getattr(_thread, "busy", None)
     if busy is None or numbers <= _PIECE // 4:
         work(0, rows)
@@ -57,7 +59,7 @@ def in_pieces(rows: int, numbers: int, work: Callable[[int, int], object]) -> No
         began = time.perf_counter()
         work(first, min(first + piece, rows))
         if busy():
-            time.sleep(time.perf_counter() - began)
+            time.sleep(RESTS * (time.perf_counter() - began))
 
 
 @contextmanager
