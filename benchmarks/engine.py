@@ -284,11 +284,11 @@ def matrix_unit(threads: int) -> Callable[[], float] | None:
     def multiply(shape, rows, weights, sums):
         tiles._begin(shape)
         for _ in range(times):
-            tiles._multiply(rows, weights, depths, sums, weights, -1, FLOAT)
+            tiles._multiply(rows, weights, depths, sums, weights, tiles.NOTHING, FLOAT)
         tiles._end()
 
     shape = tiles.shapes()[-1]
-    rooms = [np.zeros((3, depths * tiles.PIECES * tiles.TILE + 64), np.int8) for _ in range(threads)]
+    rooms = [np.zeros((3, depths * tiles.FORMS[FLOAT].left * tiles.TILE + 64), np.int8) for _ in range(threads)]
 
     def work(room: np.ndarray) -> None:
         multiply(shape.ctypes.data, *(one.ctypes.data + -one.ctypes.data % 64 for one in room))

@@ -3,7 +3,8 @@
 Written as LLVM's own instructions (numba's `intrinsic`), because what makes them fast is which numbers stay in registers, and
 that a compiler does not find in loops over arrays. Addresses are plain integers: a call costs no look at any array. Compiled
 steps call one another by address (`compiled`, `call`), or each would be compiled anew in all that use it. numba keeps what it
-compiled until the file changes that *uses* these loops.
+compiled until the file changes that *uses* these loops. A loop that depends on a constant has it in its signature: numba tells
+loops apart by that alone.
 """
 
 from __future__ import annotations
@@ -114,8 +115,8 @@ def panel_product(typing, x, row, column, weights, panel, out, outputs, rows, fi
     out: whose rows lie `outputs` apart; rows: 1 to MOST_ROWS; first, last: of the inputs; fresh: 0 to add to `out`
     ahead: from where weights are asked for that are needed later, `step` bytes for each input; form: a constant
     """
-    form = form.literal_value
-    element = {FLOAT: FLOAT32, BFLOAT16: _half, INT8: _byte}[form]
+    kind = form.literal_value
+    element = {FLOAT: FLOAT32, BFLOAT16: _half, INT8: _byte}[kind]
 
     def generate(context, builder, signature, arguments):
         x, row, column, weights, panel, out, outputs, rows, first, last, fresh, ahead, step, _ = arguments
@@ -145,7 +146,7 @@ def panel_product(typing, x, row, column, weights, panel, out, outputs, rows, fi
                 with builder.if_then(builder.icmp_signed(">", step, number(4 * LINE))):
                     fetch(builder, builder.gep(soon, [builder.ashr(step, number(1))]), cache=2)
                 where = pointer(builder, weights, element, builder.mul(index, panel))
-                parts = [_weights(builder, form, builder.gep(where, [number(part * LANES)])) for part in range(2)]
+                parts = [_weights(builder, kind, builder.gep(where, [number(part * LANES)])) for part in range(2)]
                 more = []
                 for start, *totals in zip(xs, sums[::2], sums[1::2], strict=True):
                     where = builder.gep(start, [builder.mul(index, column)])
@@ -162,7 +163,7 @@ def panel_product(typing, x, row, column, weights, panel, out, outputs, rows, fi
         builder.position_at_end(done)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 14), generate
+    return types.void(*[types.int64] * 13, form), generate
 
 
 # ----------------------------------------------------------------------------------------------------------- attention
@@ -204,6 +205,7 @@ def token_scores(typing, query, keys, slots, count, stride, out, room, ahead, si
     query: [heads, size]; keys: of slot 0, whose successors lie `stride` floats apart; slots: [count]; out: [heads, room]
     ahead: cache lines to ask for of each token; size, heads: constants
     """
+    constants = size, heads
     size, heads = size.literal_value, heads.literal_value
     kind = ir.VectorType(FLOAT32, size)
 
@@ -226,12 +228,13 @@ def token_scores(typing, query, keys, slots, count, stride, out, room, ahead, si
             counted(builder, number(0), count, [], look)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 10), generate
+    return types.void(*[types.int64] * 8, *constants), generate
 
 
 @intrinsic(prefer_literal=True)
 def token_mix(typing, weights, values, slots, count, stride, out, room, ahead, size, heads):
     """Sums of the values of some tokens by the weights [heads, room] of each query. out: [heads, size]; else as above"""
+    constants = size, heads
     size, heads = size.literal_value, heads.literal_value
     kind = ir.VectorType(FLOAT32, size)
 
@@ -253,7 +256,7 @@ def token_mix(typing, weights, values, slots, count, stride, out, room, ahead, s
                 builder.store(total, _row(builder, kind, out, number(one), number(size)), align=4)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 10), generate
+    return types.void(*[types.int64] * 8, *constants), generate
 
 
 # --------------------------------------------------------------------------------------------------- calls by address

@@ -88,7 +88,8 @@ class PanelLinear(Linear):
 
 
 class TileLinear(Linear):
-    """From a copy in tiles, by the processor's matrix unit: as near to the exact product as sums of float32.
+    """From a copy in tiles, by the processor's matrix unit: as near to the exact product as sums of float32, or nearer (`tiles`
+    says when it is not).
 
     A row's result is the same to the bit whatever other rows there are.
     """
@@ -111,15 +112,15 @@ class TileLinear(Linear):
         self.outputs, inputs = weight.shape
         kind = _ROUNDED.get(form, FLOAT)
         source, own, self.error = _rounded(weight, kind)
-        form_ = tiles.FORMS[kind]
-        panels, depths = -(-self.outputs // tiles.COLUMNS), -(-inputs // form_.inputs)
+        lies = tiles.FORMS[kind]
+        panels, depths = -(-self.outputs // tiles.COLUMNS), -(-inputs // lies.inputs)
         width, stretches = panels * tiles.COLUMNS, tiles.stretches_of(depths)
-        self.panels = _place(memory, (panels, depths, form_.pieces, tiles.TILE), torch.int8, pages)
+        self.panels = _place(memory, (panels, depths, lies.right, tiles.TILE), torch.int8, pages)
         added = torch.zeros(width) if bias is None else F.pad(bias, (0, width - self.outputs))
         scales = torch.ones(panels, stretches, tiles.COLUMNS)
         if kind == INT8:
             own = F.pad(own, (0, width - self.outputs)).view(panels, 1, tiles.COLUMNS)
-            scales.copy_(own / tiles.INPUT_SCALE)
+            scales.copy_(own)
         self._ends = scales, added
 
         def pack(first: int, last: int) -> None:
@@ -129,7 +130,7 @@ class TileLinear(Linear):
                     some.data_ptr(), some.shape[0], inputs, self.panels[first].data_ptr(), scales[first].data_ptr()
                 )
                 return
-            missing = (0, depths * form_.inputs - inputs, 0, (last - first) * tiles.COLUMNS - some.shape[0])
+            missing = (0, depths * lies.inputs - inputs, 0, (last - first) * tiles.COLUMNS - some.shape[0])
             some = F.pad(some, missing).view(torch.int8).view(last - first, tiles.COLUMNS, depths, tiles.WIDTH // 4, 4)
             self.panels[first:last].view(last - first, depths, tiles.WIDTH // 4, tiles.COLUMNS, 4).copy_(
                 some.permute(0, 2, 3, 1, 4)
@@ -137,10 +138,10 @@ class TileLinear(Linear):
 
         in_pieces(panels, weight.numel(), pack)
         addresses = self.panels.data_ptr(), scales.data_ptr(), added.data_ptr()
-        self._numbers = addresses, inputs, width, depths, stretches, tiles.product_for(kind).address
+        self._numbers = addresses, inputs, width, depths * lies.left, stretches, tiles.product_for(kind).address
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        rows, (addresses, inputs, width, depths, stretches, step) = x.shape[0], self._numbers
+        rows, (addresses, inputs, width, deep, stretches, step) = x.shape[0], self._numbers
         out = self.team.room("product", rows, width)
         if not rows:
             return out[:, : self.outputs]
@@ -150,7 +151,7 @@ class TileLinear(Linear):
             step,
             spans * parts + splits,
             (
-                self.team.room("tiles", blocks * depths, tiles.PIECES * tiles.TILE // 4).data_ptr(),
+                self.team.room("tiles", blocks * deep, tiles.TILE // 4).data_ptr(),
                 self.team.room("scales", rows, stretches).data_ptr(), *addresses, out.data_ptr(), rows, inputs, width, blocks,
                 spans, parts, self.shapes[-(-rows // blocks) - 1].ctypes.data, x.data_ptr(), splits,
             ),

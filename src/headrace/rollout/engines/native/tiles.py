@@ -1,9 +1,10 @@
 """Products of float32 in the matrix unit of x86 processors (AMX), which multiplies bytes and bfloat16 only.
 
-A number becomes 24 bits under the largest of its stretch of inputs, and these three signed bytes; a product of two numbers is
-the sum of those of their bytes, as far as they matter (slices of a product: Ootomo, Ozaki and Yokota 2024). Bytes are multiplied
-and added up exactly; what is lost is what the 24 bits leave out. That is less than float32 loses in adding up, unless one input
-outweighs all others of its stretch by far. Weights take three bytes, not four, to be read; eight-bit ones a single byte.
+A weight becomes 24 bits under the largest of its stretch of inputs, and these three signed bytes; an input 31 bits and four
+bytes. A product of two numbers is the sum of those of their bytes, as far as they matter (slices of a product: Ootomo, Ozaki and
+Yokota 2024). Bytes are multiplied and added up exactly; what is lost is what the bits leave out. That is less than float32 loses
+in adding up, unless a number outweighs by far all others of its stretch that matter: an input a thousand times, a weight ten.
+Weights take three bytes, not four, to be read; eight-bit ones a single byte.
 
 Weights in bfloat16 are multiplied as they are, with inputs that are sums of three such numbers (Henry, Tang and Heinecke 2019).
 
@@ -33,7 +34,6 @@ from headrace.vectors import (
     INT,
     INT8,
     LANES,
-    LINE,
     OPTIONS,
     VECTOR,
     add_to_word,
@@ -53,20 +53,18 @@ from headrace.vectors import (
 ROWS, COLUMNS, WIDTH = 16, 16, 64
 """Of a tile: rows of one matrix, columns of the other, and bytes of a row."""
 TILE = ROWS * WIDTH
-PIECES = 3
-"""Of an input."""
 MOST_DEPTHS = 6
 """Tiles of inputs in a stretch: those of 16 rows and 16 columns stay in the first cache."""
 _CACHED_BLOCKS = 8
-_NEXT = 3 * TILE
+_SOON = 3 * TILE
 """Bytes from what is multiplied to what is asked for, where nothing but memory is waited for."""
-_LARGEST = 0x7F7F00
-"""What the largest number of a stretch becomes; a rounded one stays under 0x7f7f7f, the largest of three signed bytes."""
-_OWN = 4
-"""Bits of the factor of 256, by which sums of weights of three bytes are too small, that scales have on either side."""
-INPUT_SCALE = float(1 << _OWN)
-"""What weights of one byte are divided by for it."""
+NEXT, NOTHING = 0, -1
+_LARGEST = {4: 1 << 30, 3: 0x7F7F00}
+"""What the largest number of a stretch becomes, in so many signed bytes; of three the largest is 0x7f7f7f."""
+_SMALLEST = 1e-28
+"""Numbers are measured by this at least."""
 _NOT_FINITE = 0x7F800000
+_REST = 4 * WIDTH
 _UPPER_HALF = -0x10000
 _PERMISSION, _TILE_DATA = 0x1023, 18
 """Of the call by which a process asks Linux for the unit's registers (arch_prctl)."""
@@ -80,25 +78,31 @@ _RIGHT, _LEFT = 4, 7
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How weights lie. inputs: of a tile; pieces: of a weight; levels: of sums, each weighs `apart` times the next."""
+    """How weights lie, and are multiplied.
+
+    inputs: of a tile; left, right: pieces of an input, and of a weight; levels: of sums, each weighs `apart` times the next, and
+    the last `unit`
+    """
 
     inputs: int
-    pieces: int
+    left: int
+    right: int
     levels: int
     apart: float
+    unit: float
     multiply: str
     sums: ir.Type
 
     @property
     def depth(self) -> int:
-        """Bytes of a tile's inputs, all pieces."""
-        return self.pieces * TILE
+        """Bytes of a tile's inputs, all pieces of their weights."""
+        return self.right * TILE
 
 
 FORMS = {
-    FLOAT: Form(64, 3, 4, 256.0, "tdpbssd", INT),
-    INT8: Form(64, 1, 3, 256.0, "tdpbssd", INT),
-    BFLOAT16: Form(32, 1, 3, 1.0, "tdpbf16ps", FLOAT32),
+    FLOAT: Form(64, 4, 3, 4, 256.0, 65536.0 / _LARGEST[4] / _LARGEST[3], "tdpbssd", INT),
+    INT8: Form(64, 4, 1, 4, 256.0, 1.0 / _LARGEST[4], "tdpbssd", INT),
+    BFLOAT16: Form(32, 3, 1, 3, 1.0, 1.0, "tdpbf16ps", FLOAT32),
 }
 
 
@@ -158,12 +162,25 @@ def _end(typing):
 
 
 @intrinsic(prefer_literal=True)
+def _room(typing, size):
+    """The address of so many bytes, on the stack, at the start of a cache line. (An array is gone after its last use by name.)"""
+    size_ = size.literal_value
+
+    def generate(context, builder, signature, arguments):
+        room = cgutils.alloca_once(builder, ir.ArrayType(_byte, size_))
+        room.align = WIDTH
+        return builder.ptrtoint(room, _long)
+
+    return types.int64(size), generate
+
+
+@intrinsic(prefer_literal=True)
 def _multiply(typing, rows, weights, depths, sums, ahead, step, form):
     """Sums of the products of pieces, apart by how much they weigh.
 
-    rows: [depths, PIECES, ROWS, WIDTH] bytes; weights: [depths, pieces, WIDTH / 4, COLUMNS, 4] bytes; both highest piece first
-    sums: [levels, ROWS, COLUMNS]; ahead: from where weights are asked for that are needed later, `step` bytes at a time; with a
-    step of 0 those are that come next
+    rows: [depths, left, ROWS, WIDTH] bytes; weights: [depths, right, WIDTH / 4, COLUMNS, 4] bytes; both highest piece first
+    sums: [levels, ROWS, COLUMNS]; ahead: from where weights are asked for that are needed later, `step` bytes at a time; step:
+    or NEXT to ask for those that come next, or NOTHING
     """
     kind = FORMS[form.literal_value]
 
@@ -176,16 +193,16 @@ def _multiply(typing, rows, weights, depths, sums, ahead, step, form):
                 fetch(builder, builder.gep(soon, [builder.mul(at, line)]), cache=2)
                 return carried
 
-            row = pointer(builder, rows, _byte, builder.mul(index, number(PIECES * TILE)))
+            row = pointer(builder, rows, _byte, builder.mul(index, number(kind.left * TILE)))
             weight = pointer(builder, weights, _byte, builder.mul(index, number(kind.depth)))
-            for right in range(kind.pieces):
+            for right in range(kind.right):
                 _unit(builder, "tileloadd64", _RIGHT + right, builder.gep(weight, [number(right * TILE)]), line)
-                with builder.if_then(builder.icmp_signed("==", step, number(0))):
+                with builder.if_then(builder.icmp_signed("==", step, number(NEXT))):
                     for at in range(ROWS):
-                        fetch(builder, builder.gep(weight, [number(_NEXT + right * TILE + at * WIDTH)]))
-            for left in range(PIECES):
+                        fetch(builder, builder.gep(weight, [number(_SOON + right * TILE + at * WIDTH)]))
+            for left in range(kind.left):
                 _unit(builder, "tileloadd64", _LEFT, builder.gep(row, [number(left * TILE)]), line)
-                for right in range(min(kind.pieces, kind.levels - left)):
+                for right in range(min(kind.right, kind.levels - left)):
                     _unit(builder, kind.multiply, left + right, _LEFT, _RIGHT + right)
             soon = pointer(builder, ahead, _byte, builder.mul(index, step))
             with builder.if_then(builder.icmp_signed(">", step, number(0))):
@@ -200,7 +217,7 @@ def _multiply(typing, rows, weights, depths, sums, ahead, step, form):
             _unit(builder, "tilestored64", level, place, number(4 * COLUMNS))
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 7), generate
+    return types.void(*[types.int64] * 6, form), generate
 
 
 @intrinsic(prefer_literal=True)
@@ -227,8 +244,10 @@ def _add_up(typing, sums, count, row_scales, apart, scales, start, skip, out, ou
             for level in reversed(range(kind.levels)):
                 part = builder.load(vector(sums, found, at, number(level * ROWS * COLUMNS)), align=4)
                 part = builder.sitofp(part, VECTOR) if kind.sums == INT else part
-                weight = ir.Constant(VECTOR, [kind.apart ** (kind.levels - 1 - level)] * LANES)
-                total = part if total is None else multiply_add(builder, VECTOR, part, weight, total)
+                weight = ir.Constant(VECTOR, [kind.unit * kind.apart ** (kind.levels - 1 - level)] * LANES)
+                total = (
+                    builder.fmul(part, weight) if total is None else multiply_add(builder, VECTOR, part, weight, total)
+                )
             scale = builder.load(pointer(builder, row_scales, FLOAT32, builder.mul(index, apart)))
             scaled = builder.fmul(total, spread(builder, scale, VECTOR))
             before = builder.load(vector(start, VECTOR, builder.mul(index, skip)), align=4)
@@ -239,7 +258,7 @@ def _add_up(typing, sums, count, row_scales, apart, scales, start, skip, out, ou
         counted(builder, number(0), count, [], add)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 10), generate
+    return types.void(*[types.int64] * 9, form), generate
 
 
 def _pointers(element: ir.Type, kind: types.Type) -> Any:
@@ -286,17 +305,19 @@ def _largest_bits(typing, address, lines):
     return types.int32(types.int64, types.int64), generate
 
 
-@intrinsic
-def _split_lines(typing, address, lines, tile, scale):
+@intrinsic(prefer_literal=True)
+def _split_lines(typing, address, lines, tile, scale, pieces):
     """The bytes of 64 * lines floats, times `scale`, into tiles."""
+    pieces_ = pieces.literal_value
+    lends = sum(0x80 << 8 * piece for piece in range(pieces_ - 1))
 
     def generate(context, builder, signature, arguments):
-        address, lines, tile, scale = arguments
+        address, lines, tile, scale, _ = arguments
         floats, whole, narrow = (ir.VectorType(kind, WIDTH) for kind in (FLOAT32, INT, _byte))
         round_ = cgutils.get_or_insert_function(
             builder.module, ir.FunctionType(floats, [floats]), f"llvm.nearbyint.v{WIDTH}f32"
         )
-        scales, offset = spread(builder, scale, floats), ir.Constant(whole, [0x8080] * WIDTH)
+        scales, offset = spread(builder, scale, floats), ir.Constant(whole, [lends] * WIDTH)
 
         def split(index, carried):
             where = pointer(builder, address, FLOAT32, builder.mul(index, number(WIDTH)))
@@ -304,49 +325,56 @@ def _split_lines(typing, address, lines, tile, scale):
             # Each lower byte may be negative, and then lends to the one above.
             bits = builder.fptosi(builder.call(round_, [builder.fmul(x, scales)]), whole)
             bits = builder.xor(builder.add(bits, offset), offset)
-            for piece in range(PIECES):
-                some = builder.lshr(bits, ir.Constant(whole, [8 * (PIECES - 1 - piece)] * WIDTH))
-                place = pointer(builder, tile, _byte, builder.mul(index, number(PIECES * TILE)), number(piece * TILE))
+            for piece in range(pieces_):
+                some = builder.lshr(bits, ir.Constant(whole, [8 * (pieces_ - 1 - piece)] * WIDTH))
+                place = pointer(builder, tile, _byte, builder.mul(index, number(pieces_ * TILE)), number(piece * TILE))
                 builder.store(builder.trunc(some, narrow), builder.bitcast(place, narrow.as_pointer()), align=1)
             return carried
 
         counted(builder, number(0), lines, [], split)
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64, types.int64, types.float32), generate
+    return types.void(types.int64, types.int64, types.int64, types.float32, pieces), generate
 
 
-@njit(inline="always", **OPTIONS)
-def _scales_of(most):
-    """By what numbers are multiplied of which the largest has these bits, and what undoes it; not a number for those that are
-    not finite."""
-    if most >= _i(_NOT_FINITE):
-        return _f(0.0), _f(np.nan)
-    largest = float_of_bits(most)
-    if largest < _f(1e-30):
-        return _f(0.0), _f(0.0)
-    return _f(_LARGEST) / largest, largest / _f(_LARGEST >> _OWN)
+def _splitter(pieces: int) -> Any:
+    """Numbers into tiles of 64 inputs, in so many bytes each."""
+    most_of_all = _LARGEST[pieces]
+
+    @njit(inline="always", **OPTIONS)
+    def scale_of(bits):
+        """By what numbers are multiplied of which the largest has these bits, and what that one is; not a number for those that
+        are not finite."""
+        if bits >= _i(_NOT_FINITE):
+            return _f(0.0), _f(np.nan)
+        largest = max(float_of_bits(bits), _f(_SMALLEST))
+        return _f(most_of_all) / largest, largest
+
+    @njit(inline="always", **OPTIONS)
+    def split(row, count, tile):
+        """Some numbers at `row`. Returns what the largest is."""
+        lines, left = count // WIDTH, count % WIDTH
+        if left == 0:
+            scale, largest = scale_of(_largest_bits(row, lines))
+            _split_lines(row, lines, tile, scale, pieces)
+            return largest
+        place = _room(_REST)
+        rest, last = carray(floats_at(place), WIDTH), carray(floats_at(row + 4 * lines * WIDTH), left)
+        for j in range(WIDTH):
+            rest[j] = last[j] if j < left else _f(0.0)
+        bits = _largest_bits(place, 1)
+        if lines:
+            bits = max(bits, _largest_bits(row, lines))
+        scale, largest = scale_of(bits)
+        if lines:
+            _split_lines(row, lines, tile, scale, pieces)
+        _split_lines(place, 1, tile + lines * pieces * TILE, scale, pieces)
+        return largest
+
+    return split
 
 
-@njit(inline="always", **OPTIONS)
-def _split_into_bytes(row, count, tile):
-    """Some numbers at `row` into tiles of 64 inputs. Returns their scale."""
-    lines, left = count // WIDTH, count % WIDTH
-    if left == 0:
-        scale, back = _scales_of(_largest_bits(row, lines))
-        _split_lines(row, lines, tile, scale)
-        return back
-    rest, last = np.zeros(WIDTH, _f), carray(floats_at(row + 4 * lines * WIDTH), left)
-    for j in range(left):
-        rest[j] = last[j]
-    most = _largest_bits(rest.ctypes.data, 1)
-    if lines:
-        most = max(most, _largest_bits(row, lines))
-    scale, back = _scales_of(most)
-    if lines:
-        _split_lines(row, lines, tile, scale)
-    _split_lines(rest.ctypes.data, 1, tile + lines * PIECES * TILE, scale)
-    return back
+_split_input, _split_weight = _splitter(4), _splitter(3)
 
 
 @njit(**OPTIONS)
@@ -370,7 +398,7 @@ def _split_into_halves(row, count, tile):
             two = bits_of_float(rest)
             three = bits_of_float(rest - float_of_bits(two & _i(_UPPER_HALF)))
             high[j], middle[j], low[j] = one >> _i(16), two >> _i(16), three >> _i(16)
-        tile += PIECES * TILE
+        tile += 3 * TILE
     return _f(1.0)
 
 
@@ -378,28 +406,28 @@ def _split_into_halves(row, count, tile):
 def pack(weight, outputs, inputs, tiles, scales):
     """Weights of float32 into tiles; those of outputs that a last panel lacks are zero.
 
-    weight [outputs, inputs]; tiles [panels, depths, PIECES, WIDTH / 4, COLUMNS, 4]; scales [panels, stretches, COLUMNS]: addresses
+    weight [outputs, inputs]; tiles [panels, depths, 3, WIDTH / 4, COLUMNS, 4]; scales [panels, stretches, COLUMNS]: addresses
     """
     depths = -(-inputs // WIDTH)
     stretches = -(-depths // MOST_DEPTHS)
     # As rows of inputs are split, with one row a tile; four bytes of a column then go where they belong.
-    line = np.zeros((depths, PIECES, ROWS, WIDTH // 4), _i)
+    line = np.zeros((depths, 3, ROWS, WIDTH // 4), _i)
     for at in range(-(-outputs // COLUMNS) * COLUMNS):
         panel, column = at // COLUMNS, at % COLUMNS
         kept = carray(floats_at(scales + 4 * panel * stretches * COLUMNS), stretches * COLUMNS)
-        out = carray(_bits_at(tiles + panel * depths * PIECES * TILE), (depths, PIECES, WIDTH // 4, COLUMNS))
+        out = carray(_bits_at(tiles + panel * depths * 3 * TILE), (depths, 3, WIDTH // 4, COLUMNS))
         if at >= outputs:
             out[:, :, :, column] = 0
         for stretch in range(stretches):
             first, last = depths * stretch // stretches, depths * (stretch + 1) // stretches
-            back = _f(0.0)
+            largest = _f(0.0)
             if at < outputs:
                 row, count = weight + 4 * (at * inputs + first * WIDTH), min(last * WIDTH, inputs) - first * WIDTH
-                back = _split_into_bytes(row, count, line[first].ctypes.data)
-            kept[stretch * COLUMNS + column] = back
+                largest = _split_weight(row, count, line[first].ctypes.data)
+            kept[stretch * COLUMNS + column] = largest
         if at < outputs:
             for depth in range(depths):
-                for piece in range(PIECES):
+                for piece in range(3):
                     for four in range(WIDTH // 4):
                         out[depth, piece, four, column] = line[depth, piece, 0, four]
 
@@ -410,56 +438,55 @@ def pack(weight, outputs, inputs, tiles, scales):
 @cache
 def product_for(form: int) -> Any:
     """The step that multiplies, from weights in one form."""
-    width, depth, in_bytes = FORMS[form].inputs, FORMS[form].depth, FORMS[form].sums == INT
-    size = FORMS[form].levels * ROWS * COLUMNS
+    width, left, depth, in_bytes = FORMS[form].inputs, FORMS[form].left, FORMS[form].depth, FORMS[form].sums == INT
+    size, numbers, to_settled = 4 * FORMS[form].levels * ROWS * COLUMNS, NUMBERS, 8 * (SETTLED - JOB)
+
+    @njit(**OPTIONS)
+    def split_rows(job, first, last, height, depths, stretches):
+        for i in range(first, last):
+            scales = carray(floats_at(job[2] + 4 * i * stretches), stretches)
+            tiles = job[1] + (i // height) * depths * left * TILE + (i % height) * WIDTH
+            for stretch in range(stretches):
+                start, stop = depths * stretch // stretches, depths * (stretch + 1) // stretches
+                row, count = job[14] + 4 * (i * job[8] + start * width), min(stop * width, job[8]) - start * width
+                if in_bytes:
+                    scales[stretch] = _split_input(row, count, tiles + start * left * TILE)
+                else:
+                    scales[stretch] = _split_into_halves(row, count, tiles + start * left * TILE)
 
     @compiled(2)
     def product(address, unit):
         """Some rows into tiles, which units of the highest numbers do, or a span of blocks of rows times a stretch of panels.
 
-        tiles [blocks, depths, PIECES, ROWS, WIDTH] bytes; their scales [N, stretches]; weights [panels, depths, pieces, TILE]
-        bytes; scales [panels, stretches, COLUMNS]; bias [outputs]; out [N, outputs]; N; inputs; outputs; blocks; spans; parts of
-        the panels; what the unit is told; x [N, inputs]; splits
+        tiles [blocks, depths, left, ROWS, WIDTH] bytes; their scales [N, stretches]; weights [panels, depths, right, TILE] bytes;
+        scales [panels, stretches, COLUMNS]; bias [outputs]; out [N, outputs]; N; inputs; outputs; blocks; spans; parts of the
+        panels; what the unit is told; x [N, inputs]; splits
         """
-        job = carray(integers_at(address), NUMBERS)
+        job = carray(integers_at(address), numbers)
         rows, inputs, outputs, blocks, spans, parts, splits = job[7], job[8], job[9], job[10], job[11], job[12], job[15]
         height, depths, panels = -(-rows // blocks), -(-inputs // width), outputs // COLUMNS
         stretches = -(-depths // MOST_DEPTHS)
-        settled = address + 8 * (SETTLED - JOB)
         if unit >= spans * parts:
             unit -= spans * parts
-            for i in range(rows * unit // splits, rows * (unit + 1) // splits):
-                scales = carray(floats_at(job[2] + 4 * i * stretches), stretches)
-                tiles = job[1] + (i // height) * depths * PIECES * TILE + (i % height) * WIDTH
-                for stretch in range(stretches):
-                    first, last = depths * stretch // stretches, depths * (stretch + 1) // stretches
-                    row, count = job[14] + 4 * (i * inputs + first * width), min(last * width, inputs) - first * width
-                    tile = tiles + first * PIECES * TILE
-                    if in_bytes:
-                        scales[stretch] = _split_into_bytes(row, count, tile)
-                    else:
-                        scales[stretch] = _split_into_halves(row, count, tile)
-            add_to_word(settled, 1)
+            split_rows(job, rows * unit // splits, rows * (unit + 1) // splits, height, depths, stretches)
+            add_to_word(address + to_settled, 1)
             return
-        wait_for(settled, splits)
+        wait_for(address + to_settled, splits)
         span, part = unit // parts, unit % parts
         start, stop = blocks * span // spans, blocks * (span + 1) // spans
-        end = panels * (part + 1) // parts
+        # While a panel is worked on, the next one is fetched from memory, a part of it beside each block of rows. A single block
+        # waits for memory alone, and asks for what comes next.
+        step = -(-depth // WIDTH // (stop - start)) * WIDTH if stop - start > 1 else NEXT
         # What one block of rows gave is put together while the unit works on the next.
-        room = np.empty(2 * size + LINE, _i)
-        sums = room.ctypes.data + -room.ctypes.data % 64
-        other, due = sums + 4 * size, 0
+        sums, other, due = _room(size), _room(size), 0
         row_scales = column_scales = before = skip = out = count = 0
         _begin(job[13])
-        for panel in range(panels * part // parts, end):
-            # While a panel is worked on, the next one is fetched from memory, a part of it beside each block of rows. A single
-            # block waits for memory alone, and asks for what comes next.
-            step = -(-depth // WIDTH // (stop - start)) * WIDTH if stop - start > 1 else 0
+        for panel in range(panels * part // parts, panels * (part + 1) // parts):
             for stretch in range(stretches):
                 first, last = depths * stretch // stretches, depths * (stretch + 1) // stretches
                 weights = job[3] + (panel * depths + first) * depth
                 for block in range(start, stop):
-                    tiles = job[1] + (block * depths + first) * PIECES * TILE
+                    tiles = job[1] + (block * depths + first) * left * TILE
                     ahead = weights + depths * depth + (block - start) * step * (last - first)
                     _multiply(tiles, weights, last - first, sums, ahead, step, form)
                     if due:
