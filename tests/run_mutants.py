@@ -400,8 +400,8 @@ MUTANTS = [
     Mutant(
         "weights packed in pieces are all put first",
         "rollout/engines/native/compiled.py",
-        "self.panels[first].data_ptr(), scales[first]",
-        "self.panels[0].data_ptr(), scales[0]",
+        "self.panels[first].data_ptr(), by[first]",
+        "self.panels[0].data_ptr(), by[0]",
         PARTS,
         unit=True,
     ),

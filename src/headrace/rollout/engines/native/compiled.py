@@ -39,13 +39,10 @@ def _place(memory: torch.Tensor | None, shape: tuple[int, ...], kind: torch.dtyp
     return memory if fits else pages.take(shape, kind)  # type: ignore[return-value]
 
 
-class PanelLinear(Linear):
-    """From a copy in panels of columns, as they are or rounded, adding up in float32.
+class CompiledLinear(Linear):
+    """From a copy in one of its forms. A row's result is the same to the bit whatever other rows there are."""
 
-    A row's result is the same to the bit whatever other rows there are.
-    """
-
-    __slots__ = ("_ends", "_numbers", "error", "outputs", "panels", "scales", "team")
+    __slots__ = ("_ends", "_numbers", "error", "outputs", "panels", "team")
 
     def __init__(
         self,
@@ -58,16 +55,43 @@ class PanelLinear(Linear):
     ) -> None:
         """weight: [out, in]; memory: for the copy, if it is of its shape and type, else it is in `pages`"""
         super().__init__(weight, bias)
-        self.team = team
-        self.outputs, inputs = weight.shape
+        self.team, self.outputs = team, weight.shape[0]
         kind = _ROUNDED.get(form, FLOAT)
-        source, self.scales, self.error = _rounded(weight, kind)
+        source, scales, self.error = _rounded(weight, kind)
+        self._copy(kind, source, scales, memory, pages)
+
+    def _copy(
+        self,
+        kind: int,
+        source: torch.Tensor,
+        scales: torch.Tensor | None,
+        memory: torch.Tensor | None,
+        pages: LargePages,
+    ) -> None:
+        """Lay the copy out. source: [out, in] in its form; scales: [out] of its outputs"""
+        raise NotImplementedError
+
+
+class PanelLinear(CompiledLinear):
+    """In panels of columns, as they are or rounded, adding up in float32."""
+
+    __slots__ = ()
+
+    def _copy(
+        self,
+        kind: int,
+        source: torch.Tensor,
+        scales: torch.Tensor | None,
+        memory: torch.Tensor | None,
+        pages: LargePages,
+    ) -> None:
+        inputs = source.shape[1]
         whole, left = divmod(self.outputs, PANEL)
         self.panels = _place(memory, (whole + (left > 0), inputs, PANEL), _TYPES[kind], pages)
         copy_beside(self.panels[:whole], source[: whole * PANEL].view(whole, PANEL, inputs).transpose(1, 2))
         if left:
             self.panels[whole].zero_()[:, :left].copy_(source[whole * PANEL :].t())
-        self._ends = [None if one is None else F.pad(one, (0, -self.outputs % PANEL)) for one in (self.scales, bias)]
+        self._ends = [None if one is None else F.pad(one, (0, -self.outputs % PANEL)) for one in (scales, self.bias)]
         optional = [0 if one is None else one.data_ptr() for one in self._ends]
         self._numbers = (*optional, inputs, kernels.product_for(kind).address)
 
@@ -87,48 +111,36 @@ class PanelLinear(Linear):
         return out if width == self.outputs else out[:, : self.outputs].contiguous()
 
 
-class TileLinear(Linear):
-    """From a copy in tiles, by the processor's matrix unit: as near to the exact product as sums of float32, or nearer (`tiles`
-    says when it is not).
+class TileLinear(CompiledLinear):
+    """In tiles, by the processor's matrix unit: as near to the exact product as sums of float32, or nearer (`tiles` says when it
+    is not)."""
 
-    A row's result is the same to the bit whatever other rows there are.
-    """
-
-    __slots__ = ("_ends", "_numbers", "error", "outputs", "panels", "team")
+    __slots__ = ()
     shapes = tiles.shapes()
 
-    def __init__(
+    def _copy(
         self,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        form: str,
-        team: Team,
+        kind: int,
+        source: torch.Tensor,
+        scales: torch.Tensor | None,
         memory: torch.Tensor | None,
         pages: LargePages,
     ) -> None:
-        """weight: [out, in]; memory: for the copy, if it is of its shape and type, else it is in `pages`"""
-        super().__init__(weight, bias)
-        self.team = team
-        self.outputs, inputs = weight.shape
-        kind = _ROUNDED.get(form, FLOAT)
-        source, own, self.error = _rounded(weight, kind)
+        inputs = source.shape[1]
         lies = tiles.FORMS[kind]
         panels, depths = -(-self.outputs // tiles.COLUMNS), -(-inputs // lies.inputs)
         width, stretches = panels * tiles.COLUMNS, tiles.stretches_of(depths)
         self.panels = _place(memory, (panels, depths, lies.right, tiles.TILE), torch.int8, pages)
-        added = torch.zeros(width) if bias is None else F.pad(bias, (0, width - self.outputs))
-        scales = torch.ones(panels, stretches, tiles.COLUMNS)
-        if kind == INT8:
-            own = F.pad(own, (0, width - self.outputs)).view(panels, 1, tiles.COLUMNS)
-            scales.copy_(own)
-        self._ends = scales, added
+        added = torch.zeros(width) if self.bias is None else F.pad(self.bias, (0, width - self.outputs))
+        by = torch.ones(panels, stretches, tiles.COLUMNS)
+        if scales is not None:
+            by.copy_(F.pad(scales, (0, width - self.outputs)).view(panels, 1, tiles.COLUMNS))
+        self._ends = [by, added]
 
         def pack(first: int, last: int) -> None:
             some = source[first * tiles.COLUMNS : last * tiles.COLUMNS].contiguous()
             if kind == FLOAT:
-                tiles.pack(
-                    some.data_ptr(), some.shape[0], inputs, self.panels[first].data_ptr(), scales[first].data_ptr()
-                )
+                tiles.pack(some.data_ptr(), some.shape[0], inputs, self.panels[first].data_ptr(), by[first].data_ptr())
                 return
             missing = (0, depths * lies.inputs - inputs, 0, (last - first) * tiles.COLUMNS - some.shape[0])
             some = F.pad(some, missing).view(torch.int8).view(last - first, tiles.COLUMNS, depths, tiles.WIDTH // 4, 4)
@@ -136,8 +148,8 @@ class TileLinear(Linear):
                 some.permute(0, 2, 3, 1, 4)
             )
 
-        in_pieces(panels, weight.numel(), pack)
-        addresses = self.panels.data_ptr(), scales.data_ptr(), added.data_ptr()
+        in_pieces(panels, source.numel(), pack)
+        addresses = self.panels.data_ptr(), by.data_ptr(), added.data_ptr()
         self._numbers = addresses, inputs, width, depths * lies.left, stretches, tiles.product_for(kind).address
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -56,15 +56,18 @@ TILE = ROWS * WIDTH
 MOST_DEPTHS = 6
 """Tiles of inputs in a stretch: those of 16 rows and 16 columns stay in the first cache."""
 _CACHED_BLOCKS = 8
+"""Of rows, whose tiles stay in the second cache."""
 _SOON = 3 * TILE
 """Bytes from what is multiplied to what is asked for, where nothing but memory is waited for."""
 NEXT, NOTHING = 0, -1
+"""What is asked for, in place of a step."""
 _LARGEST = {4: 1 << 30, 3: 0x7F7F00}
 """What the largest number of a stretch becomes, in so many signed bytes; of three the largest is 0x7f7f7f."""
 _SMALLEST = 1e-28
 """Numbers are measured by this at least."""
 _NOT_FINITE = 0x7F800000
 _REST = 4 * WIDTH
+"""Bytes of the numbers of a tile's row."""
 _UPPER_HALF = -0x10000
 _PERMISSION, _TILE_DATA = 0x1023, 18
 """Of the call by which a process asks Linux for the unit's registers (arch_prctl)."""
