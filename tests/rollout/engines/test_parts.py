@@ -196,10 +196,11 @@ def made_product(unit, form, weight, bias=None, steps=None):
     return steps.linear(form, weight, bias, None, LargePages(4 * weight.numel()))
 
 
-@pytest.fixture(params=UNITS)
+with_unit = pytest.mark.skipif(not tiles.available(), reason="no matrix unit")
+
+
+@pytest.fixture(params=["panels", pytest.param("tiles", marks=with_unit)])
 def unit(request):
-    if request.param == "tiles" and not tiles.available():
-        pytest.skip("no matrix unit")
     return request.param
 
 
@@ -239,13 +240,12 @@ def error_of(product, x, weight) -> float:
     return float((((product - x @ weight.t()) / (x.abs() @ weight.abs().t())) ** 2).mean().sqrt())
 
 
+@with_unit
 @pytest.mark.parametrize("inputs", [64, 576, 1536, 100])
 @pytest.mark.parametrize("outlier", [0, 300, 10_000])
 @pytest.mark.parametrize("kind", ["normal", "heavy", "small", "large"])
 def test_the_matrix_unit_loses_no_more_than_sums_of_float32(inputs, outlier, kind):
     """Nor does it where one input outweighs all others by hundreds of times and does not count; by thousands it loses more."""
-    if not tiles.available():
-        pytest.skip("no matrix unit")
     torch.manual_seed(inputs)
     weight, x = torch.randn(96, inputs) * 0.05, torch.randn(40, inputs)
     if kind == "heavy":
@@ -299,9 +299,8 @@ def test_forms_compiled_anew_in_one_process_and_with_one_heap_are_kept_apart(tmp
     subprocess.run([sys.executable, "-c", FRESH], env=env, check=True, timeout=300)
 
 
+@with_unit
 def test_what_is_no_number_stays_none_in_the_matrix_unit():
-    if not tiles.available():
-        pytest.skip("no matrix unit")
     weight, x = torch.randn(40, 70), torch.randn(20, 70)
     weight[5, 1], weight[6] = float("nan"), 0.0
     x[2, 69], x[3, 0], x[4] = float("inf"), float("nan"), 0.0

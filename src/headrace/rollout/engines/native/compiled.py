@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
     from headrace.rollout.engines.native.attention import KeyValues, Pass
     from headrace.rollout.engines.native.llama import Layer, LlamaShape
 
+Place = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+"""Memory of a shape and a type."""
 _ROUNDED = {"bfloat16": BFLOAT16, "int8": INT8}
 _TYPES = {FLOAT: torch.float32, BFLOAT16: torch.bfloat16, INT8: torch.int8}
 
@@ -33,13 +38,13 @@ def _rounded(weight: torch.Tensor, kind: int) -> tuple[torch.Tensor, torch.Tenso
     return source, scales, relative_error(weight[::EVERY], some if scales is None else some * scales[::EVERY, None])
 
 
-def _place(memory: torch.Tensor | None, shape: tuple[int, ...], kind: torch.dtype, pages: LargePages) -> torch.Tensor:
+def _place(memory: torch.Tensor | None, pages: LargePages, shape: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
     """Where the copy lies: in `memory` if that is of its shape and type, else in `pages`."""
     fits = memory is not None and memory.shape == shape and memory.dtype == kind
     return memory if fits else pages.take(shape, kind)  # type: ignore[return-value]
 
 
-class CompiledLinear(Linear):
+class CompiledLinear(Linear, ABC):
     """From a copy in one of its forms. A row's result is the same to the bit whatever other rows there are."""
 
     __slots__ = ("_ends", "_numbers", "error", "outputs", "panels", "team")
@@ -58,18 +63,11 @@ class CompiledLinear(Linear):
         self.team, self.outputs = team, weight.shape[0]
         kind = _ROUNDED.get(form, FLOAT)
         source, scales, self.error = _rounded(weight, kind)
-        self._copy(kind, source, scales, memory, pages)
+        self._copy(kind, source, scales, partial(_place, memory, pages))
 
-    def _copy(
-        self,
-        kind: int,
-        source: torch.Tensor,
-        scales: torch.Tensor | None,
-        memory: torch.Tensor | None,
-        pages: LargePages,
-    ) -> None:
-        """Lay the copy out. source: [out, in] in its form; scales: [out] of its outputs"""
-        raise NotImplementedError
+    @abstractmethod
+    def _copy(self, kind: int, source: torch.Tensor, scales: torch.Tensor | None, place: Place) -> None:
+        """Lay the copy out. source: [out, in] in its form; scales: [out] of its outputs; place: memory for it"""
 
 
 class PanelLinear(CompiledLinear):
@@ -77,17 +75,10 @@ class PanelLinear(CompiledLinear):
 
     __slots__ = ()
 
-    def _copy(
-        self,
-        kind: int,
-        source: torch.Tensor,
-        scales: torch.Tensor | None,
-        memory: torch.Tensor | None,
-        pages: LargePages,
-    ) -> None:
+    def _copy(self, kind: int, source: torch.Tensor, scales: torch.Tensor | None, place: Place) -> None:
         inputs = source.shape[1]
         whole, left = divmod(self.outputs, PANEL)
-        self.panels = _place(memory, (whole + (left > 0), inputs, PANEL), _TYPES[kind], pages)
+        self.panels = place((whole + (left > 0), inputs, PANEL), _TYPES[kind])
         copy_beside(self.panels[:whole], source[: whole * PANEL].view(whole, PANEL, inputs).transpose(1, 2))
         if left:
             self.panels[whole].zero_()[:, :left].copy_(source[whole * PANEL :].t())
@@ -118,19 +109,12 @@ class TileLinear(CompiledLinear):
     __slots__ = ()
     shapes = tiles.shapes()
 
-    def _copy(
-        self,
-        kind: int,
-        source: torch.Tensor,
-        scales: torch.Tensor | None,
-        memory: torch.Tensor | None,
-        pages: LargePages,
-    ) -> None:
+    def _copy(self, kind: int, source: torch.Tensor, scales: torch.Tensor | None, place: Place) -> None:
         inputs = source.shape[1]
         lies = tiles.FORMS[kind]
         panels, depths = -(-self.outputs // tiles.COLUMNS), -(-inputs // lies.inputs)
         width, stretches = panels * tiles.COLUMNS, tiles.stretches_of(depths)
-        self.panels = _place(memory, (panels, depths, lies.right, tiles.TILE), torch.int8, pages)
+        self.panels = place((panels, depths, lies.right, tiles.TILE), torch.int8)
         added = torch.zeros(width) if self.bias is None else F.pad(self.bias, (0, width - self.outputs))
         by = torch.ones(panels, stretches, tiles.COLUMNS)
         if scales is not None:

@@ -277,9 +277,7 @@ def _pointers(element: ir.Type, kind: types.Type) -> Any:
     return at
 
 
-_bytes_at, _halves_at, _bits_at = (
-    _pointers(*one) for one in ((_byte, types.int8), (_half, types.int16), (INT, types.int32))
-)
+_halves_at, _bits_at = _pointers(_half, types.int16), _pointers(INT, types.int32)
 
 
 # ----------------------------------------------------------------------------------------------------- numbers into pieces
